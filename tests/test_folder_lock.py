@@ -19,7 +19,7 @@ from forkserver import Process
 
 from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
-from litft.export.model_folder import write_folder
+from litft.export.model_folder import _check_mount, write_folder
 from litft.folder_lock import LOCK, locked_folder, owner_text
 
 HOLD = """
@@ -248,3 +248,19 @@ def test_texts_of_two_writers_are_whole(tmp_path):
     assert [writer.returncode for writer in writers] == [0, 0]
     atomic_write(path, "whole")
     assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_what_is_put_into_the_folder_meanwhile_is_kept(tmp_path):
+    """The export is refused at its end; at its beginning for a mount point, such as /."""
+    out = tmp_path / "out"
+
+    def fill(partial):
+        out.mkdir()
+        (out / "notes.txt").write_text("mine")
+
+    with pytest.raises(ValueError, match="already exists and is not an empty folder"):
+        write_folder(str(out), fill)
+    assert (out / "notes.txt").read_text() == "mine"
+    with pytest.raises(ValueError, match="is a mount point; name a folder in it"):
+        mount_point = next(path for path in ("/proc", "/dev/shm") if os.path.ismount(path))
+        _check_mount(Path(mount_point), mount_point)

@@ -27,8 +27,8 @@ class GrpoArgs:
     top_p: float = 1.0
     """Draw from the likeliest tokens whose probabilities add up to this. 1: from all."""
     rollout_rows: int = 64
-    """Completions that a device generates at once. It affects speed and memory alone, but for
-    rounding in bf16."""
+    """Completions that a device generates at once. It affects speed and memory; rounding depends on
+    the batch, so that a few draws may be others, in fp32 about one token in 10,000."""
     loss: Losses = "grpo"
     """grpo: mean over completions of the mean over tokens. dr_grpo: sum over tokens, divided by
     max_new_tokens. dapo: mean over all tokens. gspo: one ratio for each completion. cispo: clipped

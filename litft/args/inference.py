@@ -99,8 +99,8 @@ class ModelArgs(OpenArgs):
     """Strings that end an answer; they are not part of it, and white space counts. Several: a,b, or
     as JSON if one has a comma: '["\\n\\n", "User:"]'."""
     seed: int | None = None
-    """Random seed that makes sampling repeatable. With --precision fp32 an answer does not depend
-    on the other answers of its batch; in bf16 it may, since rounding depends on the batch. Default:
+    """Random seed that makes sampling repeatable. Rounding depends on the other answers of the
+    batch, so that a draw may be another token: in fp32 about one in 10,000, in bf16 more. Default:
     different answers each time."""
 
     def problems(self) -> list[str]:

@@ -152,8 +152,10 @@ def _as_word(value: Any, flag_type: Any) -> str:
             items = list(value)
         else:
             items = [value]
-        # numbers stay numbers; all other items are read as text
-        if get_args(flag_type) != (float,):
+        # numbers stay numbers, also those of numpy and torch; all other items are read as text
+        if get_args(flag_type) == (float,):
+            items = [item.item() if hasattr(item, "item") else item for item in items]
+        else:
             items = list(map(str, items))
         return json.dumps(items)
     if value is None or isinstance(value, bool):

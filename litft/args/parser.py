@@ -31,7 +31,7 @@ from litft.args.lists import as_list, item_texts, next_value, next_values
 from litft.args.lost_paths import lost_paths
 from litft.args.messages import hint_for, not_a_flag, replaced_list, unknown_flag
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
-from litft.args.yaml_files import read_yaml
+from litft.args.yaml_files import as_text, flatten, read_texts, read_yaml
 
 DEMO = Path(__file__).parent.parent / "demo"
 # the demo of learning from rewards, for --config
@@ -332,7 +332,8 @@ def _read_config(
         path = DEMO / f"{path}.yaml" if path == GRPO_DEMO else recipe_file(str(path))
     flag_types = types_of_flags(cls)
     try:
-        content = read_yaml(Path(path).read_text("utf-8")) or {}
+        text = Path(path).read_text("utf-8")
+        content = read_yaml(text) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
         recipe = content.pop(KEY, None)
@@ -346,14 +347,12 @@ def _read_config(
                 f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"
             ]
         entries = _entries(content, flag_types)
+        written = _entries(read_texts(text), flag_types)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [
             f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"
         ]
-    all_texts = {}
-    for name, value in entries.items():
-        if not _is_empty(value, flag_types.get(name)):
-            all_texts[name] = _as_text(value)
+    all_texts = _texts(entries, written, flag_types)
     problems = _config_problems(path, cls, entries, all_texts)
     objective = objective or all_texts.get("objective", "")
     for name in content:
@@ -369,6 +368,25 @@ def _read_config(
     return list(texts.items()), problems
 
 
+def _texts(
+    entries: dict[str, Any], written: dict[str, Any], flag_types: dict[str, Any]
+) -> dict[str, str]:
+    """Return the values of a YAML file in the form of the command line. written: the same values
+    before YAML has read numbers, dates and truth values in them."""
+    texts = {}
+    for name, value in entries.items():
+        flag_type = flag_types.get(name)
+        if _is_empty(value, flag_type):
+            continue
+        # a text such as 010 or no stays what it is
+        is_text = flag_type is str or str in get_args(flag_type)
+        if is_text and not isinstance(value, str | list | dict | None):
+            texts[name] = written[name]
+        else:
+            texts[name] = as_text(value)
+    return texts
+
+
 def _planned_settings(
     path: str | Path, content: dict, method: str
 ) -> tuple[list[tuple[str, str]], list[str]]:
@@ -378,13 +396,13 @@ def _planned_settings(
     run_flags = types_of_flags(FINETUNE[method])
     values = [("method", method)]
     problems = []
-    for name, value in _flatten(content, set()):
+    for name, value in flatten(content, set(), flags.GROUPS):
         if name not in run_flags:
-            problems.append(f"{path}: {unknown_flag(name, run_flags, _as_text(value), {})}")
+            problems.append(f"{path}: {unknown_flag(name, run_flags, as_text(value), {})}")
             continue
         if name in NOT_PLANNED and value not in NOT_PLANNED[name]:
             problems.append(
-                f"{path}: plan does not know {name} {_as_text(value)}; --dry_run of the run does"
+                f"{path}: plan does not know {name} {as_text(value)}; --dry_run of the run does"
             )
         # what a run chooses by itself, `plan` does too
         if value == "auto":
@@ -392,7 +410,7 @@ def _planned_settings(
         # `plan` has the flags of data and training without their groups
         for plan_name in (name, name.rpartition(".")[2]):
             if plan_name in plan_flags:
-                values.append((plan_name, _as_text(value)))
+                values.append((plan_name, as_text(value)))
                 break
     return values, problems
 
@@ -404,14 +422,14 @@ def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:
         if get_origin(flag_type) is list:
             list_flags.add(name)
     entries = {}
-    for name, value in _flatten(content, list_flags):
+    for name, value in flatten(content, list_flags, flags.GROUPS):
         full_name = _full_name(name, flag_types)
         if full_name in entries:
             raise ValueError(f"{full_name} is there twice, also as {name}; write it once")
         entries[full_name] = value
     for name in list(entries):
         if _is_former(name, flag_types):
-            new_name, value = _renamed(name, _as_text(entries.pop(name)))
+            new_name, value = _renamed(name, as_text(entries.pop(name)))
             entries.setdefault(new_name, value)
     return entries
 
@@ -481,27 +499,6 @@ def _problem_of_recipe(name: str, cls: type) -> str:
     if matches:
         remedy = f"did you mean {matches[0]}?"
     return f"--config {name}: no such file or recipe; {remedy}"
-
-
-def _flatten(content: dict, lists: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested entries with dotted names.
-
-    An empty group has no entries. lists: flags whose items may be mappings.
-    """
-    for name, value in content.items():
-        if value is None and name in flags.GROUPS:
-            continue
-        if isinstance(value, dict) and f"{prefix}{name}" not in lists:
-            yield from _flatten(value, lists, f"{prefix}{name}.")
-        else:
-            yield prefix + str(name), value
-
-
-def _as_text(value: Any) -> str:
-    """Return a YAML value in the form of the command line."""
-    if isinstance(value, str):
-        return value
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def _full_name(name: str, flag_types: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """YAML files, read as a user means them: no key twice, and no more values than the file shows."""
 
+from collections.abc import Container, Iterator
 from typing import Any
 
 import yaml
@@ -17,6 +18,39 @@ def read_yaml(text: str) -> Any:
         loader.dispose()
     _check_size(content)
     return content
+
+
+def read_texts(text: str) -> Any:
+    """Return what `read_yaml` does, with every number, date and truth value as it is written."""
+    loader = yaml.BaseLoader(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()
+
+
+def flatten(
+    content: dict, lists: set[str], groups: Container[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield nested entries with dotted names.
+
+    lists: flags whose items may be mappings. groups: names of groups, which have no entries if they
+    are empty.
+    """
+    for name, value in content.items():
+        if value is None and name in groups:
+            continue
+        if isinstance(value, dict) and f"{prefix}{name}" not in lists:
+            yield from flatten(value, lists, groups, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def as_text(value: Any) -> str:
+    """Return a YAML value in the form of the command line."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 class _Loader(yaml.SafeLoader):

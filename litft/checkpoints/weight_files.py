@@ -212,20 +212,33 @@ class Checkpoint:
                 return False
         return True
 
-    def head(self, name: str, count: int) -> Tensor:
-        """Return the first `count` values of a tensor, as it is stored, without reading the
-        rest."""
+    def sample(self, name: str, places: int, count: int) -> list[Tensor]:
+        """Return `count` values at each of so many places, from the first to the last, of a tensor
+        as it is stored, without reading the rest."""
         stored = self._stored.get(name)
         if stored:
             name = next(iter(stored.parts.values()))
         handle = self._handle_of(self._file_of[name])
+        # as it is stored: a packed weight is flat
         if isinstance(handle, dict):
-            return handle[name].flatten()[:count].clone()
-        lazy_slice = handle.get_slice(name)
-        shape = lazy_slice.get_shape()
+            values = handle[name]
+            shape = list(values.shape)
+        else:
+            shape = handle.get_slice(name).get_shape()
+            values = handle.get_slice(name) if shape else handle.get_tensor(name)
         if not shape:
-            return handle.get_tensor(name).flatten()
-        return lazy_slice[: max(1, count // max(1, shape[-1]))].flatten()[:count]
+            return [values]
+        parts = []
+        for place in range(places):
+            fraction = place / max(1, places - 1)
+            index = []
+            for size in shape[:-1]:
+                start = round(fraction * max(0, size - 1))
+                index.append(slice(start, start + 1))
+            start = round(fraction * max(0, shape[-1] - count))
+            index.append(slice(start, start + count))
+            parts.append(values[tuple(index)].flatten())
+        return parts
 
     def _handle_of(self, path: Path):
         """Open the file and close the previous one: pages read from a mapped file count as memory

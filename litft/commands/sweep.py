@@ -27,7 +27,6 @@ from litft.args import (
 )
 from litft.args.parser import parse
 from litft.atomic import atomic_write
-from litft.checkpoints.adapter_reader import adapter_digest
 from litft.data.digests import digest_of, hash64
 from litft.data.sources import File, find_sources
 from litft.evaluation.comparison import print_table
@@ -35,7 +34,7 @@ from litft.evaluation.settings import RunScores, RunsOfSetting, difference, rank
 from litft.evaluation.verdict import LOSS, mean_of, parts_in
 from litft.folder_lock import locked_folder
 from litft.model.config_file import read_object
-from litft.pretrained.folder import fingerprint, resolve
+from litft.pretrained.folder import model_digest, resolve
 from litft.training.output.report import Points, points, write_sweep_page
 from litft.training.run_description import format_duration
 
@@ -90,6 +89,7 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
     """Raise ValueError if the folder has another sweep, whose runs would be taken for these."""
     shared = _shared(args)
     files = _digests(args)
+    values = _values(args)
     path = folder / "base.json"
     if path.is_file():
         earlier = _flags_in(path)
@@ -100,6 +100,13 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
         for label, digest in files.items():
             if before.get(label, digest) != digest:
                 changed.append(f"content of {label}")
+        # a grid's own flags differ between its runs
+        values_before = earlier.get("values", {})
+        if not isinstance(values_before, dict):
+            values_before = {}
+        for name, value in values.items():
+            if values_before.get(name, value) != value:
+                changed.append(f"--{name}")
         if changed:
             raise ValueError(
                 f"--out_dir {folder}: its runs were started with another {' and '.join(changed)}; "
@@ -107,7 +114,33 @@ def _check_same(folder: Path, args: SweepArgs) -> None:
             )
         # those of settings that are not in this grid
         files = {**before, **files}
-    atomic_write(path, json.dumps(shared | {"files": files}) + "\n")
+        values = {**values_before, **values}
+    record = shared | {"files": files, "values": values}
+    atomic_write(path, json.dumps(record) + "\n")
+
+
+def _values(args: SweepArgs) -> dict[str, Any]:
+    """Return the flags that are not in the grid, wherever they are written: on the command line, or
+    in a YAML file that it names."""
+    runs = []
+    of_grid = {"out_dir"}
+    for setting in args.settings():
+        of_grid.update(setting)
+        given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
+        flags = {}
+        for name, value in asdict(given).items():
+            group = value if isinstance(value, dict) else {"": value}
+            for key, item in group.items():
+                flags[f"{name}.{key}".rstrip(".")] = str(item)
+        runs.append(flags)
+    first, *others = runs
+    values = {}
+    for name, value in first.items():
+        # a name in the grid may be short
+        is_of_grid = name in of_grid or name.rpartition(".")[2] in of_grid
+        if not is_of_grid and all(flags[name] == value for flags in others):
+            values[name] = value
+    return values
 
 
 def _digests(args: SweepArgs) -> dict[str, str]:
@@ -122,8 +155,9 @@ def _digests(args: SweepArgs) -> dict[str, str]:
             (given.teacher, None),
         ):
             if folder and folder not in digests and Path(folder).is_dir():
-                digests[folder] = _digest_of_model(folder, base_dir)
+                digests[folder] = model_digest(resolve(folder, base_dir))
         names = [given.data.template]
+        names += [item.template for item in given.data.paths if item.template]
         for item in given.reward:
             # FILE.py:FUNCTION
             names.append(f"{item.partition('.py:')[0]}.py")
@@ -139,15 +173,6 @@ def _add_examples(digests: dict[str, str], data: DataArgs) -> None:
     for file in [*train, *(file for _, file in validation)]:
         if isinstance(file, File) and file.label not in digests:
             digests[file.label] = file.digest()
-
-
-def _digest_of_model(folder: str, base_dir: str | None) -> str:
-    """Return what identifies the model of a folder: its weights, and its adapter."""
-    source = resolve(folder, base_dir)
-    digest = fingerprint(source.checkpoint)
-    if source.adapter is None:
-        return digest
-    return f"{digest} {adapter_digest(source.adapter)}"
 
 
 def _flags_in(path: Path) -> dict[str, Any]:

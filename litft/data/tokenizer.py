@@ -12,8 +12,9 @@ from typing import Any
 from litft.data.answer_format import answer_format, is_structure
 from litft.data.answer_parser import AnswerFormat
 from litft.data.chat_template import ALPACA, Message, render
+from litft.data.declared_tokens import read_declared, read_json
 from litft.data.messages import with_arguments_as_text
-from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend, read_json
+from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend
 from litft.data.turn_ends import EndTokens
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -55,22 +56,17 @@ class Tokenizer:
         else:
             self.generation_folders = [folder, base]
         config = read_json(folder / "tokenizer_config.json")
-        self.special = _special_tokens(
-            config, read_json(folder / "special_tokens_map.json")
-        )
-        added = _added_tokens(config)
+        declared = read_declared(folder)
+        self.special = dict(declared.named)
         self._has_new_tokens = False
         # those of --data.new_tokens, which the folder's vocabulary may have already
         self.new_ids: frozenset[int] = frozenset()
         # the date that templates print as today's (ISO 8601); None: today
         self.day: str | None = None
         if (path := folder / "tokenizer.json").is_file():
-            self._backend = FastBackend(path, added)
+            self._backend = FastBackend(path, declared)
         elif (path := folder / "tokenizer.model").is_file():
-            special = list(self.special.values())
-            special += [text for text, entry in added.items() if entry["special"]]
-            ids = {text: entry["id"] for text, entry in added.items()}
-            self._backend = SentencePieceBackend(path, special, ids)
+            self._backend = SentencePieceBackend(path, declared)
         else:
             raise ValueError(
                 f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's "
@@ -89,7 +85,11 @@ class Tokenizer:
             raise ValueError(
                 f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens"
             )
-        self.adds_bos = self._backend.adds_bos(self.bos_id, config.get("add_bos_token"))
+        # the tokens before every text that is no conversation
+        self.prefix_ids = self._backend.text_prefix(
+            self.bos_id, config.get("add_bos_token")
+        )
+        self.adds_bos = bool(self.prefix_ids) and self.prefix_ids[0] == self.bos_id
         self.stop_ids = _stop_ids(self.generation_folders, self.eos_id)
         # end tokens are special even if the tokenizer file does not mark them so
         self.special_ids: set[int] = self._backend.special_ids | (
@@ -293,11 +293,11 @@ class Tokenizer:
             self._backend.save(folder)
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Return the token ids of `text`. bos None: add BOS if the checkpoint's tokenizer does and
-        the text has none yet."""
+        """Return the token ids of `text`. bos None: what the checkpoint's tokenizer puts before a
+        text, which is BOS, others or nothing, if the text does not begin with it."""
         ids = self._backend.encode(check_text(text))
-        if bos is None:
-            bos = self.adds_bos and ids[:1] != [self.bos_id]
+        if bos is None and ids[: len(self.prefix_ids)] != self.prefix_ids:
+            ids = [*self.prefix_ids, *ids]
         if bos:
             ids = [self._required(self.bos_id, "bos_token"), *ids]
         if eos:
@@ -483,46 +483,6 @@ def check_text(text: str) -> str:
     return text
 
 
-def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """Return {"bos_token": text, ...}; an entry is a string or a dict with its content.
-
-    The first source wins.
-    """
-    tokens: dict[str, str] = {}
-    for source in sources:
-        for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            value = source.get(kind)
-            value = value.get("content") if isinstance(value, dict) else value
-            if isinstance(value, str):
-                tokens.setdefault(kind, value)
-    return tokens
-
-
-def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ..., "flags":
-    {...}}}."""
-    entries = config.get("added_tokens_decoder")
-    entries = entries.items() if isinstance(entries, dict) else ()
-    valid = []
-    # the keys are ids as text; entries that are not of this form are left out
-    for i, e in entries:
-        if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal():
-            valid.append((i, e))
-    added = {}
-    for token_id, entry in valid:
-        # flags that the file does not have keep the library's defaults
-        flags = {}
-        for name in ("lstrip", "rstrip", "normalized", "single_word"):
-            if name in entry:
-                flags[name] = bool(entry[name])
-        added[entry["content"]] = {
-            "id": int(token_id),
-            "special": bool(entry.get("special")),
-            "flags": flags,
-        }
-    return added
-
-
 def _own_templates(
     folder: Path, config: dict[str, Any]
 ) -> tuple[str | None, dict[str, str]]:
@@ -569,7 +529,7 @@ def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
             break
     # a wrong id would never be generated, and answers would not end
     for value in eos_ids:
-        if not isinstance(value, int) or value < 0:
+        if type(value) is not int or value < 0:
             raise ValueError(f"{path}: eos_token_id {value!r} is not a token id")
     if eos_id is not None:
         eos_ids = [*eos_ids, eos_id]

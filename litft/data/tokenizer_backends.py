@@ -9,24 +9,21 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from litft.model.config_file import read_object
+from litft.data.declared_tokens import DeclaredTokens, read_json
 
 # with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the
 # model rewrites characters
 MANY_BOUNDARIES = 64
 LARGEST_ID = 2**24  # of a token
+TOKEN_FIELDS = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class FastBackend:
     """The `tokenizers` backend."""
 
-    def __init__(self, path: Path, added: dict[str, dict[str, Any]]) -> None:
-        """added: the entries of tokenizer_config.json, by text.
-
-        Those that tokenizer.json lacks are added.
-        """
-        from tokenizers import AddedToken
+    def __init__(self, path: Path, declared: DeclaredTokens) -> None:
+        """declared: by the files beside tokenizer.json; what it lacks of them is added."""
         from tokenizers import Tokenizer as Backend
 
         try:
@@ -39,27 +36,52 @@ class FastBackend:
         self.backend.no_truncation()
         self.backend.no_padding()
 
+        self._add_entries(declared, path.parent)
+        self._add_special(declared.special)
+        self.size = self.backend.get_vocab_size()
+        added_tokens = self._added_tokens().items()
+        self.special_ids = {i for i, token in added_tokens if token.special}
+        self._stripping_ids = {i for i, token in added_tokens if token.rstrip}
+
+    def _add_entries(self, declared: DeclaredTokens, folder: Path) -> None:
+        """Add the tokens of tokenizer_config.json, which also decides how they are matched; raise
+        ValueError if their ids belong to other tokens."""
+        from tokenizers import AddedToken
+
+        known = {token.content: token for token in self._added_tokens().values()}
+        named = set(declared.named.values())
         # in the order of their ids, since the library gives the next free id to each new token
-        missing = [text for text in added if self.backend.token_to_id(text) is None]
-        for text in sorted(missing, key=lambda text: added[text]["id"]):
-            token = added[text]
-            token_id = added[text]["id"]
-            self.backend.add_tokens(
-                [AddedToken(text, special=token["special"], **token["flags"])]
-            )
-            if self.backend.token_to_id(text) != token_id:
+        for entry in sorted(declared.added.values(), key=lambda entry: entry.token_id):
+            special = entry.special or entry.text in named
+            token = AddedToken(entry.text, special=special, **entry.flags)
+            before = known.get(entry.text)
+            if before is not None and _matching(before) == _matching(token):
+                continue
+            is_new = self.backend.token_to_id(entry.text) is None
+            self.backend.add_tokens([token])
+            if is_new and self.backend.token_to_id(entry.text) != entry.token_id:
                 reason = (
-                    f"tokenizer_config.json has the token {text!r} with the id {token_id}, but "
+                    f"the token {entry.text!r} is to have the id {entry.token_id}, but "
                     "tokenizer.json lacks it"
                 )
                 raise ValueError(
-                    f"{path.parent}: {reason}, and has other tokens up to there; download both "
-                    "files again"
+                    f"{folder}: {reason}, and has other tokens up to there; download "
+                    "tokenizer.json and tokenizer_config.json again"
                 )
-        self.size = self.backend.get_vocab_size()
-        added_tokens = self.backend.get_added_tokens_decoder().items()
-        self.special_ids = {i for i, token in added_tokens if token.special}
-        self._stripping_ids = {i for i, token in added_tokens if token.rstrip}
+
+    def _add_special(self, texts: list[str]) -> None:
+        """Make tokens of the vocabulary special, so that no text is divided within them."""
+        from tokenizers import AddedToken
+
+        known = {token.content for token in self._added_tokens().values()}
+        for text in texts:
+            # a token that the model has no row for stays text
+            if text not in known and self.backend.token_to_id(text) is not None:
+                self.backend.add_tokens([AddedToken(text, special=True)])
+
+    def _added_tokens(self) -> dict[int, Any]:
+        """Return the library's added tokens, by their ids."""
+        return self.backend.get_added_tokens_decoder()
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -113,32 +135,36 @@ class FastBackend:
         return self.serialized()[1]
 
     def added_ids(self) -> set[int]:
-        return set(self.backend.get_added_tokens_decoder())
+        return set(self._added_tokens())
 
     def save(self, folder: Path) -> None:
         self.backend.save(str(folder / "tokenizer.json"))
-        names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
-        added = self.backend.get_added_tokens_decoder().items()
         entries = {}
-        for token_id, token in added:
-            entries[token_id] = {name: getattr(token, name) for name in names}
+        for token_id, token in self._added_tokens().items():
+            entries[token_id] = {name: getattr(token, name) for name in TOKEN_FIELDS}
         _write_added(folder, entries)
 
-    def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
-        """Return whether the file's post-processor adds BOS to every text.
+    def text_prefix(self, bos_id: int | None, configured: bool | None) -> list[int]:
+        """Return the tokens that the file's post-processor puts before every text.
 
         As in transformers 5, `configured`, the add_bos_token of tokenizer_config.json, is ignored.
         """
         # the library does not say what its post-processor adds; an example does
+        plain = self.backend.encode("a", add_special_tokens=False).ids
         ids = self.backend.encode("a", add_special_tokens=True).ids
-        return bos_id is not None and ids[:1] == [bos_id]
+        # what follows the text is hardly the text again
+        for start in reversed(range(len(ids) - len(plain) + 1)):
+            if plain and ids[start : start + len(plain)] == plain:
+                return ids[:start]
+        return []
 
 
 class SentencePieceBackend:
     """The sentencepiece backend; special tokens in the text become their ids, as in
     transformers."""
 
-    def __init__(self, path: Path, special: list[str], added: dict[str, int]) -> None:
+    def __init__(self, path: Path, declared: DeclaredTokens) -> None:
+        """declared: by the files beside tokenizer.model; what it lacks of them is added."""
         from sentencepiece import SentencePieceProcessor
 
         try:
@@ -149,11 +175,21 @@ class SentencePieceBackend:
             ) from None
         size = self.backend.vocab_size()
         # tokens that the file does not contain
-        self.added = {text: i for text, i in added.items() if i >= size}
+        self.added: dict[str, int] = {}
+        for text, entry in declared.added.items():
+            if entry.token_id >= size:
+                self.added[text] = entry.token_id
         # `token_id` reads both tables, so the second one has to exist before it is filled
         self.special: dict[str, int] = {}
+        for text, entry in declared.added.items():
+            if self.token_id(text) is None:
+                piece = self.backend.id_to_piece(entry.token_id)
+                raise ValueError(
+                    f"{path.parent}: the token {text!r} is to have the id {entry.token_id}, which "
+                    f"is {piece!r} in tokenizer.model; download both files again"
+                )
         known = {}
-        for text in special:
+        for text in declared.special:
             token_id = self.token_id(text)
             if token_id is not None:
                 known[text] = token_id
@@ -325,12 +361,17 @@ class SentencePieceBackend:
             entries[token_id] = {"content": text, **options, "special": False}
         _write_added(folder, entries)
 
-    def adds_bos(self, bos_id: int | None, configured: bool | None) -> bool:
-        """Return whether BOS is added to every text. configured: add_bos_token of the folder."""
-        if bos_id is None:
-            return False
+    def text_prefix(self, bos_id: int | None, configured: bool | None) -> list[int]:
+        """Return the tokens before every text. configured: add_bos_token of the folder."""
         # transformers' default for these files is to add it
-        return configured is not False
+        if bos_id is None or configured is False:
+            return []
+        return [bos_id]
+
+
+def _matching(token: Any) -> tuple:
+    """Return how a token of the library is matched and decoded."""
+    return tuple(getattr(token, name) for name in TOKEN_FIELDS)
 
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
@@ -355,10 +396,3 @@ def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
         merged[str(token_id)] = existing.get(str(token_id), entry)
     config["added_tokens_decoder"] = merged | existing
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; {} if there is no file."""
-    if path.is_file():
-        return read_object(path)
-    return {}

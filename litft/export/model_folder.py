@@ -51,13 +51,24 @@ def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
     complete."""
     out = Path(os.path.realpath(out_dir))
     _check_is_free(out, out_dir)
+    _check_mount(out, out_dir)
     # a folder of the user has hardly this name
     partial = out.with_name(f"{out.name}.litft.partial")
     with sigterm_exits(), atomic_folder(out, partial):
         # another process may have filled it before this one had the lock
         _check_is_free(out, out_dir)
         fill(partial)
+        # or what somebody has put there meanwhile would be deleted
+        _check_is_free(out, out_dir)
     return Path(out_dir)
+
+
+def _check_mount(out: Path, out_dir: str) -> None:
+    """Raise ValueError for a mount point: a complete folder, on another disk, cannot replace it."""
+    if out.is_mount():
+        raise ValueError(
+            f"--out_dir {out_dir} is a mount point; name a folder in it, such as {out / 'model'}"
+        )
 
 
 def _check_is_free(out: Path, out_dir: str) -> None:

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 
 from litft import run_dir
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
+    adapter_digest,
+    read_adapter_config,
+)
 from litft.checkpoints.base_folder import (
     find_base,
     gguf_remedy,
@@ -25,7 +29,8 @@ from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
 from litft.checkpoints.rules import Rule, match_name
 from litft.checkpoints.stored_formats import QUANTIZED_FORMATS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights
-from litft.data.tokenizer import Tokenizer
+from litft.data.digests import file_hash
+from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import (
     COMMON_ARCHITECTURES,
@@ -45,6 +50,19 @@ from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.transformer import GPT, default_dtype
 
 # fields of config.json that say whether head and embedding are one tensor; LFM2 has the second
+# the kind of `fingerprint`
+FINGERPRINT = "places:"
+# the files beside the weights that decide how a model computes and reads text
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    TEMPLATE_FILE,
+)
 TIE_FIELDS = {"tie_word_embeddings", "tie_embedding"}
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -408,23 +426,44 @@ def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
 
 
 def _check_fingerprint(source: PretrainedFolder) -> None:
-    recorded = source.record.get("base_fingerprint")
-    if recorded and recorded != (actual := fingerprint(source.checkpoint)):
+    recorded = str(source.record.get("base_fingerprint") or "")
+    # an earlier litft has recorded another kind
+    if recorded.startswith(FINGERPRINT) and recorded != (
+        actual := fingerprint(source.checkpoint)
+    ):
         raise ValueError(
             f"{source.adapter} was trained on another base than {source.base} (fingerprint "
-            f"{recorded[:12]}, found {actual[:12]}); pass --base_dir with the folder it was "
+            f"{recorded[:20]}, found {actual[:20]}); pass --base_dir with the folder it was "
             "trained on"
         )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Identify weights by a hash over the name, shape, dtype and first values of every tensor
-    (takes milliseconds)."""
+    """Identify weights by a hash over the name, shape and dtype of every tensor, and values at
+    several places of it (takes milliseconds)."""
     digest = hashlib.sha256()
+    # fewer places where there are very many tensors
+    places = max(2, min(8, 20_000 // max(1, len(checkpoint.names))))
     for name in checkpoint.names:
         meta = checkpoint.meta(name)
         digest.update(f"{name} {tuple(meta.shape)} {meta.dtype}".encode())
-        digest.update(checkpoint.head(name, 64).float().numpy().tobytes())
+        for values in checkpoint.sample(name, places, 64):
+            digest.update(values.float().numpy().tobytes())
+    return f"{FINGERPRINT}{digest.hexdigest()}"
+
+
+def model_digest(source: PretrainedFolder) -> str:
+    """Return the hash of what decides how a folder's model computes and reads text: its weights, by
+    their fingerprint, and the other files."""
+    digest = hashlib.sha256(fingerprint(source.checkpoint).encode())
+    for folder in dict.fromkeys((source.base, source.folder)):
+        paths = [folder / name for name in MODEL_FILES]
+        paths += sorted((folder / NAMED_TEMPLATES).glob("*.jinja"))
+        for path in paths:
+            if path.is_file():
+                digest.update(f"{path.name} {file_hash(path)}".encode())
+    if source.adapter is not None:
+        digest.update(adapter_digest(source.adapter).encode())
     return digest.hexdigest()
 
 

@@ -146,9 +146,7 @@ class RunSetup:
                     objective[f"grpo.{name}"] = value
         if self.teacher is not None:
             objective["teacher"] = fingerprint(self.teacher.checkpoint)
-            objective["config.json of the teacher"] = file_hash(
-                self.teacher.base / "config.json"
-            )
+            objective["config.json of the teacher"] = _config_hash(self.teacher) or ""
             if self.teacher.adapter:
                 objective["teacher's adapter"] = adapter_digest(self.teacher.adapter)
             objective |= {
@@ -162,8 +160,19 @@ class RunSetup:
             **{f"{self.method.name}.{name}": value for name, value in method_flags.items()},
             "data.new_tokens": self.args.data.new_tokens,
             "base model": fingerprint(self.source.checkpoint),
+            "config.json of the base": _config_hash(self.source),
+            # those of generated answers, also of the rewarded ones
+            "stop tokens": self.tokenizer.stop_ids,
             "adapter": adapter_digest(self.source.adapter) if self.source.adapter else None,
         }
+
+
+def _config_hash(source: PretrainedFolder) -> str | None:
+    """Return the hash of a base's config.json; None if there is no file."""
+    path = source.base / "config.json"
+    if path.is_file():
+        return file_hash(path)
+    return None
 
 
 def resolve_setup(

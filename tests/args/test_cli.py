@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from conftest import ROOT, refused, script
@@ -375,6 +376,11 @@ def test_a_short_name_is_not_taken_for_another_groups_flag_elsewhere(tmp_path):
     for more in ({"objective": "grpo"}, {"config": "grpo-demo"}):
         with pytest.raises(ValueError, match=message):
             from_keywords("lora", {**given, **more, "max_new_tokens": 9})
+    betas = [np.float64(0.5), np.float32(0.75)]
+    numbers = from_keywords(
+        "lora", {"checkpoint_dir": "m", "data_path": "a", "betas": betas}
+    )
+    assert numbers.train.betas == [0.5, 0.75]
     args = from_keywords("lora", {**given, "objective": "grpo", "grpo_max_new_tokens": 9})
     assert args.grpo.max_new_tokens == 9
 
@@ -613,6 +619,16 @@ def test_values_from_python_are_checked_like_flags(values, message):
         flags.FullFinetuneArgs,
     ):
         assert not cls().problems()
+
+
+@pytest.mark.parametrize("text", ["no", "010", "1:30", "1.50", "2026-11-30", "1e3"])
+def test_texts_of_a_yaml_file_stay_as_they_are_written(tmp_path, text):
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        f"checkpoint_dir: m\ndata: {{path: d, new_tokens: {text}}}\nout_dir: {text}\n"
+    )
+    args = parse(flags.LoRAFinetuneArgs, ["--config", str(path)])
+    assert args.out_dir == text and args.data.new_tokens == [text]
 
 
 def test_text_values_are_not_parsed_as_yaml():

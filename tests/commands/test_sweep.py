@@ -121,6 +121,33 @@ def test_another_model_or_reward_is_not_mixed_with_finished_runs(base, tiny, cap
     assert "another content of model" in refused("sweep", *flags, capsys=capsys)
 
 
+def test_other_flags_of_a_named_file_are_not_mixed(base):
+    """Of a YAML file that --flags names, and of the chat template of the model's folder."""
+    (base / "more.yaml").write_text("train: {warmup_steps: 1}\n")
+    words = ["--config", "base.yaml", "--flags=--config more.yaml", "--out_dir", "sweep"]
+    args = parse(SweepArgs, [*words, "--grid", "lora.r=2"])
+    folder = base / "sweep"
+    folder.mkdir()
+    _check_same(folder, args)
+    # another value of a flag in the grid is the same sweep
+    _check_same(folder, parse(SweepArgs, [*words, "--grid", "lora.r=4"]))
+    (base / "more.yaml").write_text("train: {warmup_steps: 2}\n")
+    with pytest.raises(ValueError, match=r"started with another --train\.warmup_steps"):
+        _check_same(folder, args)
+
+
+def test_another_chat_template_is_another_model(base, tiny):
+    model = shutil.copytree(tiny, base / "model")
+    words = ["--config", "base.yaml", f"--flags=--checkpoint_dir {model}"]
+    args = parse(SweepArgs, [*words, "--out_dir", "sweep", "--grid", "lora.r=2"])
+    folder = base / "sweep"
+    folder.mkdir()
+    _check_same(folder, args)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    with pytest.raises(ValueError, match="started with another content of"):
+        _check_same(folder, args)
+
+
 @pytest.mark.slow
 def test_a_run_that_fails_does_not_end_the_others(base, capsys):
     """Its last line is shown, and the sweep itself fails at the end."""

@@ -305,12 +305,112 @@ def test_tokens_of_the_config_alone_are_tokens(tmp_path):
     path.write_text(json.dumps(config | {"added_tokens_decoder": {"1030": entry}}))
     with pytest.raises(
         ValueError,
-        match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it",
+        match=r"'<a>' is to have the id 1030, but tokenizer\.json lacks it",
     ):
         Tokenizer(folder)
     path.write_text(json.dumps(config | {"eos_token": "<zzz>"}))
     with pytest.raises(ValueError, match="the eos_token '<zzz>' is not in the vocabulary"):
         Tokenizer(folder)
+
+
+def without_added(folder):
+    """An end token that tokenizer.json has in its vocabulary alone."""
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens": []}))
+
+
+def other_flags(folder):
+    """tokenizer_config.json lets the end token take the white space beside it."""
+    flags = dict(lstrip=True, rstrip=True, normalized=False, single_word=False)
+    entry = dict(content="<|end|>", special=True, **flags)
+    edit_config(folder, added_tokens_decoder={"0": entry})
+
+
+def other_end(folder):
+    """special_tokens_map.json names another end token, of the vocabulary alone."""
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "ther"}))
+
+
+def listed_in_a_file(folder):
+    """Tokens in added_tokens.json alone."""
+    (folder / "added_tokens.json").write_text(json.dumps({"<x>": 1024, "<y>": 1025}))
+    edit_config(folder, additional_special_tokens=["<x>"])
+
+
+def with_a_prefix(folder):
+    """A post-processor that puts two tokens before a text, of which none is called BOS."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    before = [{"SpecialToken": {"id": text, "type_id": 0}} for text in ("a", "ther")]
+    tokens = {}
+    for text in ("a", "ther"):
+        number = content["model"]["vocab"][text]
+        tokens[text] = {"id": text, "ids": [number], "tokens": [text]}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": tokens,
+    }
+    path.write_text(json.dumps(content))
+
+
+def with_a_separator(folder):
+    """Tokens with names that chat templates use."""
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ sep_token }}{{ turn_token }}{% endfor %}"
+    )
+    edit_config(folder, sep_token="<|end|>", extra_special_tokens={"turn_token": "ther"})
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def edit_config(folder, **values):
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_added,
+        other_flags,
+        other_end,
+        listed_in_a_file,
+        with_a_prefix,
+        with_a_separator,
+    ],
+)
+def test_all_files_declare_tokens_as_in_transformers(tmp_path, change):
+    folder = shutil.copytree(ROOT / "litft" / "demo" / "base", tmp_path / "model")
+    change(folder)
+    reference = AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.special["eos_token"] == reference.eos_token
+    for text in ("weak <|end|>\n the cat", "a<x>b <y> c", "other"):
+        expected = reference(text, add_special_tokens=False).input_ids
+        assert tokenizer.encode(text, bos=False) == expected, text
+        assert tokenizer.encode(text) == reference(text).input_ids, text
+        assert tokenizer.decode(expected) == reference.decode(
+            expected, skip_special_tokens=True
+        )
+    messages = [{"role": "user", "content": "a"}]
+    if reference.chat_template:
+        assert tokenizer.apply_chat_template(messages) == reference.apply_chat_template(
+            messages, tokenize=False
+        )
+
+
+def test_added_tokens_of_a_sentencepiece_model(tmp_path):
+    """In added_tokens.json alone; an id that belongs to another piece is refused."""
+    write_sentencepiece(tmp_path)
+    size = SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model")).vocab_size()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": size}))
+    assert Tokenizer(tmp_path).encode("<x>", bos=False) == [size]
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": 3}))
+    with pytest.raises(
+        ValueError, match=r"'<x>' is to have the id 3, which is '.*' in tok"
+    ):
+        Tokenizer(tmp_path)
 
 
 def test_a_broken_file_is_reported(tmp_path):

@@ -27,7 +27,7 @@ from litft.commands.convert_to_gguf import write
 from litft.data.chat_template import STYLES
 from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile
-from litft.export.gguf.metadata import to_gguf_architecture
+from litft.export.gguf.metadata_writer import to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import PRE_TOKENIZERS, _pre_tokenizer, _stop_ids
 from litft.export.gguf.vocabulary_writer import _check_sentencepiece
@@ -711,6 +711,23 @@ def test_whole_numbers_are_written_as_floats(tmp_path):
     assert isinstance(value, float) and value == 1
 
 
+def test_the_betas_of_yarn_are_read(tmp_path):
+    """They belong to the settings of RoPE. Settings of another architecture are refused."""
+    file = to_gguf(make_folder("yarn", tmp_path / "tiny"), tmp_path / "file")
+    betas = {
+        "llama.rope.scaling.yarn_beta_fast": 16.0,
+        "llama.rope.scaling.yarn_beta_slow": 2.0,
+    }
+    rewrite_gguf(file, tmp_path / "betas.gguf", **betas)
+    read_back = from_gguf(tmp_path / "betas.gguf", tmp_path / "back")
+    rope = resolve(read_back).config.layers[0].rope
+    assert (rope.beta_fast, rope.beta_slow) == (16.0, 2.0)
+    assert "beta_fast" not in json.loads((read_back / "config.json").read_text())
+    rewrite_gguf(file, tmp_path / "scaled.gguf", **{"llama.logit_scale": 0.5})
+    with pytest.raises(ValueError, match=r"llama\.logit_scale 0\.5 is not supported"):
+        from_gguf(tmp_path / "scaled.gguf", tmp_path / "other")
+
+
 @torch.no_grad()
 def test_a_stated_factor_of_yarn_is_read(tmp_path):
     """llama.cpp multiplies cos and sin by it, beyond YaRN's own factor."""
@@ -1035,9 +1052,13 @@ def rewrite_gguf(
                 key, value, field.types[0], field.types[1] if len(field.types) > 1 else None
             )
     for key in changes.keys() - reader.fields.keys():
-        (writer.add_array if isinstance(changes[key], list) else writer.add_uint32)(
-            key, changes[key]
-        )
+        value = changes[key]
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        else:
+            writer.add_uint32(key, value)
     for tensor in reader.tensors:
         data, kind = convert(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)

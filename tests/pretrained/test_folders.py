@@ -13,7 +13,7 @@ import litft
 import litft.cli
 from litft.checkpoints.weight_files import Checkpoint
 from litft.checkpoints.weight_writer import write_weights
-from litft.pretrained.folder import resolve
+from litft.pretrained.folder import fingerprint, resolve
 from litft.pretrained.save import model_entries
 
 
@@ -146,7 +146,7 @@ def test_tensors_are_read_lazily(folder):
         file.truncate(size)
     checkpoint = Checkpoint(folder)
     assert checkpoint.meta("model.norm.weight").shape == (32,)
-    assert not checkpoint.head("model.embed_tokens.weight", 64).any()
+    assert not checkpoint.sample("model.embed_tokens.weight", 1, 64)[0].any()
     resolve(folder).check()
 
 
@@ -345,3 +345,15 @@ def test_a_missing_folder_and_a_file_are_reported(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="is a file; name the folder"):
         litft.load(tmp_path / "file")
+
+
+def test_a_fingerprint_looks_at_several_places(tiny, tmp_path):
+    """Another model with the same first rows is another one."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    before = fingerprint(resolve(folder).checkpoint)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for tensor in tensors.values():
+        tensor[2:] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert fingerprint(resolve(folder).checkpoint) != before

@@ -917,7 +917,8 @@ def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
     args.train.max_steps = 3
     litft.finetune(replace(args, resume=True))
     tensors = load_file(path)
-    tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] += 1
+    # at a place that the fingerprint does not look at
+    tensors["model.layers.1.mlp.up_proj.weight"][1, 0] += 1
     save_file(tensors, path, metadata={"format": "pt"})
     args.train.max_steps = 4
     with pytest.raises(
@@ -927,8 +928,60 @@ def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
     shutil.copyfile(tiny / "model.safetensors", path)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
-    with pytest.raises(ValueError, match=r"config\.json has changed since the run began"):
+    with pytest.raises(ValueError, match=r"saved with config\.json of the base"):
         litft.finetune(replace(args, resume=True))
+
+
+def test_a_base_that_is_replaced_while_a_run_trains_is_noticed(args, tiny, tmp_path):
+    """The checkpoint has size and time of the file that was hashed."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    args.checkpoint_dir, args.train.max_steps, args.save.interval = str(base), 4, 2
+    path = base / "model.safetensors"
+
+    def replace_base(row):
+        if row["step"] == 3:
+            tensors = load_file(path)
+            tensors["model.layers.1.mlp.up_proj.weight"][1, 0] += 1
+            save_file(tensors, base / "new", metadata={"format": "pt"})
+            (base / "new").replace(path)
+
+    litft.finetune(args, replace_base)
+    args.train.max_steps = 5
+    with pytest.raises(ValueError, match=r"model\.safetensors has changed since the run"):
+        litft.finetune(replace(args, resume=True))
+
+
+def test_other_stop_tokens_are_another_run(args, tiny, tmp_path):
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    args.checkpoint_dir, args.train.max_steps = str(base), 2
+    litft.finetune(args)
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
+    args.train.max_steps = 3
+    with pytest.raises(ValueError, match="saved with stop tokens"):
+        litft.finetune(replace(args, resume=True))
+
+
+def test_the_best_of_steps_that_are_taken_again_is_not_kept(args):
+    """The newest checkpoint is damaged, so that the run goes back to one before the best."""
+    args.save.best, args.save.interval, args.eval.interval = True, 4, 4
+    args.train.max_steps = 8
+    folder = litft.finetune(args).folder
+    assert json.loads((folder / "best" / "litft.json").read_text())["step"] == 8
+    progress = folder / "checkpoints" / "step-000008" / "progress.json"
+    progress.write_text(progress.read_text().replace("a", "b"))
+    # another schedule: step 8 is the last one no more, and has other weights
+    args.train.max_steps = 12
+    litft.finetune(replace(args, resume=True))
+    best = json.loads((folder / "best" / "litft.json").read_text())["step"]
+    val_losses = {}
+    for row in rows_of(folder):
+        if "val_loss" in row and row["step"]:
+            val_losses[row["step"]] = row["val_loss"]
+    assert best == min(val_losses, key=val_losses.get)
+    model, _ = litft.load(folder / "best")
+    assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
 
 
 def test_damaged_metrics_rows_are_dropped(args):

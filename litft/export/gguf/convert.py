@@ -15,7 +15,8 @@ from litft.checkpoints.weight_writer import LazyTensor
 from litft.export.gguf import k_quants
 from litft.export.gguf.families import gguf_architecture, gguf_rules
 from litft.export.gguf.files import GgufFile, gguf
-from litft.export.gguf.metadata import NEEDS_HEAD, GgufArchitecture, to_gguf_architecture
+from litft.export.gguf.metadata import NEEDS_HEAD, GgufArchitecture
+from litft.export.gguf.metadata_writer import to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.tensor_types import OUTTYPES, ModelSizes, StoredTensor, tensor_types
 from litft.export.gguf.vocabulary_writer import add_tokenizer, model_name

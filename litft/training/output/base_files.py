@@ -21,8 +21,8 @@ class BaseFiles:
         # role: what the files are a part of, for messages
         self.paths = paths
         self.role = role
-        # by file name; of the files that were read to their end
-        self._hashes: dict[str, str] = {}
+        # by file name; size, time and hash of the files that were read to their end
+        self._entries: dict[str, dict[str, Any]] = {}
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -37,11 +37,7 @@ class BaseFiles:
         """
         if self._thread is not None:
             self._thread.join()
-        entries = {}
-        for path in self.paths:
-            if path.name in self._hashes:
-                entries[path.name] = {**_stamp(path), "hash": self._hashes[path.name]}
-        return entries
+        return dict(self._entries)
 
     def check(self, recorded: dict[str, dict[str, Any]]) -> None:
         """Raise ValueError if a file is another one than the recorded one.
@@ -52,7 +48,6 @@ class BaseFiles:
             entry = recorded.get(path.name)
             if entry is None:
                 continue
-            # the hash is only computed if size or time differ
             stamp = _stamp(path)
             if (
                 any(entry.get(name) != value for name, value in stamp.items())
@@ -63,16 +58,20 @@ class BaseFiles:
                     "restore the file, or start another run"
                 )
             # unchanged, so it need not be hashed again
-            self._hashes[path.name] = entry["hash"]
+            self._entries[path.name] = {**stamp, "hash": entry["hash"]}
 
     def _hash(self) -> None:
         for path in self.paths:
-            if path.name in self._hashes:
+            if path.name in self._entries:
                 continue
             try:
-                self._hashes[path.name] = file_hash(path)
+                stamp = _stamp(path)
+                entry = {**stamp, "hash": file_hash(path)}
+                # replaced meanwhile: the hash may be that of neither file
+                if _stamp(path) == stamp:
+                    self._entries[path.name] = entry
             except OSError:
-                # then only the first values of each tensor are compared
+                # then only the fingerprint is compared
                 continue
 
 

@@ -171,6 +171,8 @@ class Recorder:
         self.publish_best(start_step)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
+        if (noted_step(self.folder / "best") or 0) > start_step:
+            shutil.rmtree(self.folder / "best")
 
         # the logger takes the rows from here on
         project = self.args.logger_project
