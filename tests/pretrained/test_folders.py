@@ -354,6 +354,7 @@ def test_a_fingerprint_looks_at_several_places(tiny, tmp_path):
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for tensor in tensors.values():
-        tensor[2:] *= 1.5
+        if tensor.ndim > 1:
+            tensor[2:] *= 1.5
     save_file(tensors, path, metadata={"format": "pt"})
     assert fingerprint(resolve(folder).checkpoint) != before
