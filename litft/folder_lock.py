@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
@@ -41,7 +41,8 @@ def locked_folder(folder: Path) -> Iterator[None]:
         with locked(folder / LOCK, folder):
             yield
     finally:
-        if folder.is_dir() and not any(folder.iterdir()):
+        # another process may begin in it now
+        with suppress(OSError):
             folder.rmdir()
 
 
@@ -88,7 +89,12 @@ def _try_lock(path: Path) -> TextIO | None:
 
     # until the locked file is the one at this path
     while True:
-        file = path.open("a+", encoding="utf-8")
+        try:
+            file = path.open("a+", encoding="utf-8")
+        except FileNotFoundError:
+            # the previous owner has deleted its empty folder in the meantime
+            path.parent.mkdir(parents=True, exist_ok=True)
+            continue
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):

@@ -233,7 +233,8 @@ def clear(folder: Path) -> None:
     """
     if not is_run(folder):
         return
-    for path in folder.resolve().iterdir():
+    # config.yaml is the last, so that after a kill the rest is still that of a run
+    for path in sorted(folder.resolve().iterdir(), key=lambda path: path.name == CONFIG):
         if path.name == LOCK:
             continue
         if path.is_dir() and not path.is_symlink():

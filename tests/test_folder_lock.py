@@ -21,6 +21,7 @@ from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
 from litft.export.model_folder import _check_mount, write_folder
 from litft.folder_lock import LOCK, locked_folder, owner_text
+from litft.run_dir import clear, write_config
 
 HOLD = """
 import sys, time
@@ -264,3 +265,34 @@ def test_what_is_put_into_the_folder_meanwhile_is_kept(tmp_path):
     with pytest.raises(ValueError, match="is a mount point; name a folder in it"):
         mount_point = next(path for path in ("/proc", "/dev/shm") if os.path.ismount(path))
         _check_mount(Path(mount_point), mount_point)
+
+
+def test_a_folder_that_its_owner_deletes_meanwhile_is_made_again(tmp_path, monkeypatch):
+    """Between the two steps of the next process: to make the folder and to open its lock."""
+    folder = tmp_path / "run"
+    open_file = Path.open
+
+    def open_later(path, *args, **kwargs):
+        if path.name == LOCK and not deleted:
+            deleted.append(path)
+            folder.rmdir()
+        return open_file(path, *args, **kwargs)
+
+    deleted: list[Path] = []
+    monkeypatch.setattr(Path, "open", open_later)
+    with locked_folder(folder):
+        (folder / "config.yaml").write_text("a")
+    assert deleted and (folder / "config.yaml").is_file()
+
+
+def test_a_run_that_is_deleted_is_one_until_its_end(tmp_path, monkeypatch):
+    """After a kill, --overwrite deletes the rest."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    write_config(folder, "lora", "seed: 1\n", launch=None)
+    (folder / "metrics.csv").write_text("step\n")
+    deleted = []
+    monkeypatch.setattr(Path, "iterdir", lambda path: sorted(path.glob("*")))
+    monkeypatch.setattr(Path, "unlink", lambda path: deleted.append(path.name))
+    clear(folder)
+    assert deleted == ["metrics.csv", "config.yaml"]

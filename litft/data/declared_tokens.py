@@ -97,18 +97,31 @@ def _named(source: dict[str, Any]) -> dict[str, str]:
         text = _text(value) if name in STANDARD_NAMES else value
         if name.endswith("_token") and isinstance(text, str):
             named[name] = text
+    for name, text in _own_names(source).items():
+        if name.endswith("_token"):
+            named[name] = text
+    return named
+
+
+def _own_names(source: dict[str, Any]) -> dict[str, str]:
+    """Return the tokens that a file names in an object of their own."""
     own_names = source.get("extra_special_tokens")
+    texts = {}
     if isinstance(own_names, dict):
         for name, value in own_names.items():
             text = _text(value)
             if text is not None:
-                named[name] = text
-    return named
+                texts[name] = text
+    return texts
 
 
 def _extra(source: dict[str, Any]) -> list[str]:
-    """Return the special tokens that a file lists without names."""
+    """Return the special tokens that a file lists without names, or with names that are no variables
+    of chat templates."""
     texts = []
+    for name, text in _own_names(source).items():
+        if not name.endswith("_token"):
+            texts.append(text)
     for name in EXTRA_LISTS:
         values = source.get(name)
         if isinstance(values, list):

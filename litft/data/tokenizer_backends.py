@@ -152,9 +152,12 @@ class FastBackend:
         # the library does not say what its post-processor adds; an example does
         plain = self.backend.encode("a", add_special_tokens=False).ids
         ids = self.backend.encode("a", add_special_tokens=True).ids
+        if not plain:
+            # the vocabulary lacks the example, so that all is added
+            return ids[:1] if ids[:1] == [bos_id] else []
         # what follows the text is hardly the text again
         for start in reversed(range(len(ids) - len(plain) + 1)):
-            if plain and ids[start : start + len(plain)] == plain:
+            if ids[start : start + len(plain)] == plain:
                 return ids[:start]
         return []
 
