@@ -116,8 +116,8 @@ def _own_names(source: dict[str, Any]) -> dict[str, str]:
 
 
 def _extra(source: dict[str, Any]) -> list[str]:
-    """Return the special tokens that a file lists without names, or with names that are no variables
-    of chat templates."""
+    """Return the special tokens that a file lists without names, or with names that are not those
+    of variables."""
     texts = []
     for name, text in _own_names(source).items():
         if not name.endswith("_token"):
