@@ -471,6 +471,7 @@ class TerminalOutput:
         return self.text[previous : self.position]
 
 
+@pytest.mark.slow
 def test_in_a_terminal(checkpoints, tmp_path):
     """Prompt, Markdown, speeds, lines typed ahead and while the model is opened, Ctrl-C that stops
     only the answer, history, Ctrl-D."""

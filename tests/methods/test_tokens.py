@@ -219,6 +219,7 @@ def test_new_tokens_beyond_a_second_table_are_refused(make_model, tmp_path):
         resolve_setup(args, resolve(folder))
 
 
+@pytest.mark.slow
 def test_a_label_that_is_a_special_token_is_shown_in_answers(tiny, tmp_path):
     """As exact match compares it: it would be an empty answer otherwise."""
     records = [

@@ -26,7 +26,8 @@ def train(kind, tiny, examples, folder, *flags):
     return rows_of(folder / "run")
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "full"])
 def test_losses_are_near_those_of_fp32(tiny, examples, tmp_path, kind):
     losses = {}
     for precision in ("fp16", "fp32"):

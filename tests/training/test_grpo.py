@@ -338,6 +338,7 @@ def test_what_does_not_apply_neither_passes_nor_fails():
     assert of_completions == pytest.approx(1 / 5) and of_prompts == pytest.approx(1 / 2)
 
 
+@pytest.mark.slow
 def test_what_was_forgotten_is_measured_at_temperature_1(flags, tmp_path):
     """The temperature of the rollouts is also that of the loss."""
     before = []

@@ -460,6 +460,7 @@ def plan_script(cwd, *flags, code=0):
     return script(*command, *flags, cwd=cwd, code=code)
 
 
+@pytest.mark.slow
 def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
     args = PlanArgs(checkpoint_dir=str(tiny), budget="96MiB", longest=True, quantize="nf4")
     print_longest(args)
@@ -481,6 +482,7 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
         print_longest(replace(args, budget="1MiB"))
 
 
+@pytest.mark.slow
 def test_no_longer_row_is_tried_than_asked_for(tiny):
     args = PlanArgs(checkpoint_dir=str(tiny), budget="78MiB", quantize="nf4")
     longest = longest_row(args).tokens
@@ -488,6 +490,7 @@ def test_no_longer_row_is_tried_than_asked_for(tiny):
     assert longest_row(args, at_most=longest + 200).tokens == longest
 
 
+@pytest.mark.slow
 def test_a_budget_offloads_activations_where_nothing_else_fits(tiny):
     """Only their kind differs: the settings that were found before are still preferred."""
     args = PlanArgs(checkpoint_dir=str(tiny), budget="100MiB", max_seq_length=16384)
@@ -682,6 +685,7 @@ def attached(source, method):
     return model
 
 
+@pytest.mark.slow
 def test_peak_memory_excludes_the_parent_process():
     """A parent of 1 GiB starts a child that needs a fifth of that."""
     child = (

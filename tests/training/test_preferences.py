@@ -307,7 +307,8 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(
         assert actual == pytest.approx(plain_log_probs(model, data.train[index]), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
     """Also with labels, whose KL divergence is that of the global batch."""
     common = f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
