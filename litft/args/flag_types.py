@@ -1,4 +1,4 @@
-"""The types of a command's flags, by name."""
+"""The types and the values of a command's flags, by name."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
@@ -27,6 +27,18 @@ def types_of_flags(cls: "type[DataclassInstance]", prefix: str = "") -> dict[str
         else:
             flag_types |= types_of_flags(group_class, f"{prefix}{item.name}.")
     return flag_types
+
+
+def values_of_flags(args: "DataclassInstance") -> dict[str, Any]:
+    """Return the value of every flag, by dotted name."""
+    values = {}
+    for name, value in dataclasses.asdict(args).items():
+        if isinstance(value, dict):
+            for key, item in value.items():
+                values[f"{name}.{key}"] = item
+        else:
+            values[name] = value
+    return values
 
 
 def is_finetuning(flag_types: dict[str, Any]) -> bool:

@@ -11,22 +11,22 @@ MOST_VALUES = 10_000  # of a YAML file
 def read_yaml(text: str) -> Any:
     """Return what a YAML text stands for; raise YAMLError, or ValueError for a key that is there
     twice and for too many values."""
-    loader = _Loader(text)
+    return _read(text, _Loader)
+
+
+def read_texts(text: str) -> Any:
+    """Return what `read_yaml` does, with every number, date and truth value as it is written."""
+    return _read(text, _TextLoader)
+
+
+def _read(text: str, loader_class: "type[_Loader]") -> Any:
+    loader = loader_class(text)
     try:
         content = loader.get_single_data()
     finally:
         loader.dispose()
     _check_size(content)
     return content
-
-
-def read_texts(text: str) -> Any:
-    """Return what `read_yaml` does, with every number, date and truth value as it is written."""
-    loader = yaml.BaseLoader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
 
 
 def flatten(
@@ -91,6 +91,16 @@ class _Loader(yaml.SafeLoader):
                 self.flatten_mapping(part)
                 merged += part.value
         node.value = merged + own
+
+
+class _TextLoader(_Loader):
+    """Reads numbers, dates and truth values as text."""
+
+
+for _kind in ("bool", "int", "float", "timestamp"):
+    _TextLoader.add_constructor(
+        f"tag:yaml.org,2002:{_kind}", _TextLoader.construct_yaml_str
+    )
 
 
 def _check_size(content: Any) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import litft
 from litft import run_dir
 from litft.args import FinetuneArgs
 from litft.args.finetune import apply_launcher
+from litft.args.flag_types import values_of_flags
 from litft.args.processes import (
     is_first_on_node,
     is_first_process,
@@ -317,15 +318,8 @@ def _check_offload(setup: RunSetup, device: torch.device) -> None:
 def _facts_equal_on_all_ranks(run: PlannedRun) -> dict[str, Any]:
     """What must be the same on all processes of a run."""
     schedule = run.schedule
-    # flags by their names on the command line
-    groups = {
-        name: value if isinstance(value, dict) else {"": value}
-        for name, value in asdict(run.setup.args).items()
-    }
-    flags = {}
-    for name, group in groups.items():
-        for key, value in group.items():
-            flags[f"--{name}.{key}".rstrip(".")] = value
+    values = values_of_flags(run.setup.args)
+    flags = {f"--{name}": value for name, value in values.items()}
     versions = {"torch": torch.__version__, "litft": litft.__version__}
     chosen = {
         "strategy": run.settings.strategy,

@@ -20,11 +20,13 @@ from litft import run_dir
 from litft.args import (
     FINETUNE,
     DataArgs,
+    FinetuneArgs,
     LoRAFinetuneArgs,
     Setting,
     SweepArgs,
     setting_name,
 )
+from litft.args.flag_types import values_of_flags
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.data.digests import digest_of, hash64
@@ -88,67 +90,63 @@ def sweep(args: SweepArgs) -> None:
 def _check_same(folder: Path, args: SweepArgs) -> None:
     """Raise ValueError if the folder has another sweep, whose runs would be taken for these."""
     shared = _shared(args)
-    files = _digests(args)
-    values = _values(args)
+    runs = []
+    for setting in args.settings():
+        runs.append(parse(FINETUNE[args.method], _flags(args, setting, seed=1)))
+    files = _digests(runs)
+    values = _shared_values(args, runs)
     path = folder / "base.json"
     if path.is_file():
         earlier = _flags_in(path)
         changed = [name for name in shared if shared[name] != earlier.get(name)]
-        before = earlier.get("files", {})
-        if not isinstance(before, dict):
-            before = {}
-        for label, digest in files.items():
-            if before.get(label, digest) != digest:
-                changed.append(f"content of {label}")
-        # a grid's own flags differ between its runs
-        values_before = earlier.get("values", {})
-        if not isinstance(values_before, dict):
-            values_before = {}
-        for name, value in values.items():
-            if values_before.get(name, value) != value:
-                changed.append(f"--{name}")
+        files_before = _mapping(earlier, "files")
+        values_before = _mapping(earlier, "values")
+        changed += [f"content of {label}" for label in _changes(files_before, files)]
+        changed += [f"--{name}" for name in _changes(values_before, values)]
         if changed:
             raise ValueError(
                 f"--out_dir {folder}: its runs were started with another {' and '.join(changed)}; "
                 "name another folder, or delete this one"
             )
-        # those of settings that are not in this grid
-        files = {**before, **files}
+        # also those that settings of an earlier grid alone have
+        files = {**files_before, **files}
         values = {**values_before, **values}
     record = shared | {"files": files, "values": values}
     atomic_write(path, json.dumps(record) + "\n")
 
 
-def _values(args: SweepArgs) -> dict[str, Any]:
-    """Return the flags that are not in the grid, wherever they are written: on the command line, or
-    in a YAML file that it names."""
-    runs = []
+def _mapping(record: dict[str, Any], name: str) -> dict[str, str]:
+    """Return an entry of base.json; an empty one if it is missing or damaged."""
+    entry = record.get(name)
+    return entry if isinstance(entry, dict) else {}
+
+
+def _changes(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return the names that both have, with different values."""
+    return [name for name, value in now.items() if before.get(name, value) != value]
+
+
+def _shared_values(args: SweepArgs, runs: list[FinetuneArgs]) -> dict[str, str]:
+    """Return the flags outside the grid that all runs share, by name: those of the command line and
+    of YAML files that it names."""
     of_grid = {"out_dir"}
     for setting in args.settings():
         of_grid.update(setting)
-        given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
-        flags = {}
-        for name, value in asdict(given).items():
-            group = value if isinstance(value, dict) else {"": value}
-            for key, item in group.items():
-                flags[f"{name}.{key}".rstrip(".")] = str(item)
-        runs.append(flags)
-    first, *others = runs
+    first, *others = (values_of_flags(run) for run in runs)
     values = {}
     for name, value in first.items():
         # a name in the grid may be short
         is_of_grid = name in of_grid or name.rpartition(".")[2] in of_grid
         if not is_of_grid and all(flags[name] == value for flags in others):
-            values[name] = value
+            values[name] = str(value)
     return values
 
 
-def _digests(args: SweepArgs) -> dict[str, str]:
+def _digests(runs: list[FinetuneArgs]) -> dict[str, str]:
     """Return the digests of all local files that the runs read: examples, models, templates and
     reward functions, by their labels."""
     digests: dict[str, str] = {}
-    for setting in args.settings():
-        given = parse(FINETUNE[args.method], _flags(args, setting, seed=1))
+    for given in runs:
         _add_examples(digests, given.data)
         for folder, base_dir in (
             (given.checkpoint_dir, given.base_dir),

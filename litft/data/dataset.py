@@ -203,11 +203,8 @@ def load_data(
     for file, store in stores.items():
         _check_columns(dict(file.reading.columns), {file.label: store.report})
     # from here on, as answers are generated after training on this data
-    tokenizer = _after_training(tokenizer, reports)
+    tokenizer = _after_training(tokenizer, of_folder, reports)
     if not _has_conversations(reports):
-        # the folder's templates stay, and none is invented
-        tokenizer.chat_template = of_folder.chat_template
-        tokenizer.named_templates = of_folder.named_templates
         template = "not used: the data is text"
 
     parts = _distinct([stores[file] for file in train], args)
@@ -344,13 +341,18 @@ def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str
 
 
 def _after_training(
-    tokenizer: Tokenizer, reports: Mapping[str, EncodingReport]
+    tokenizer: Tokenizer, of_folder: Tokenizer, reports: Mapping[str, EncodingReport]
 ) -> Tokenizer:
     """Return a copy of a tokenizer with which generation stops at the special tokens that end a
-    turn in the data, even if no file of the model names them."""
+    turn in the data, even if no file of the model names them. of_folder: as its folder describes
+    it."""
     tokenizer = copy.copy(tokenizer)
     if _has_conversations(reports):
         tokenizer.has_template = True
+    else:
+        # the folder's templates stay, and none is invented
+        tokenizer.chat_template = of_folder.chat_template
+        tokenizer.named_templates = of_folder.named_templates
     ends = {token for report in reports.values() for token in report.ends}
     missing = sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     tokenizer.stop_ids = [*tokenizer.stop_ids, *missing]

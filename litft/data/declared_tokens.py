@@ -1,5 +1,5 @@
-"""Special and added tokens as the files beside tokenizer.json or tokenizer.model declare them, with
-the priorities that transformers gives to these files."""
+"""Special and added tokens in the files beside tokenizer.json or tokenizer.model. Where two files
+differ, the one counts that transformers prefers."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -23,7 +23,7 @@ class FastBackend:
     """The `tokenizers` backend."""
 
     def __init__(self, path: Path, declared: DeclaredTokens) -> None:
-        """declared: by the files beside tokenizer.json; what it lacks of them is added."""
+        """Read tokenizer.json, and add the tokens that it lacks of those in `declared`."""
         from tokenizers import Tokenizer as Backend
 
         try:
@@ -50,6 +50,8 @@ class FastBackend:
 
         known = {token.content: token for token in self._added_tokens().values()}
         named = set(declared.named.values())
+        changed = []
+        new = []
         # in the order of their ids, since the library gives the next free id to each new token
         for entry in sorted(declared.added.values(), key=lambda entry: entry.token_id):
             special = entry.special or entry.text in named
@@ -57,9 +59,13 @@ class FastBackend:
             before = known.get(entry.text)
             if before is not None and _matching(before) == _matching(token):
                 continue
-            is_new = self.backend.token_to_id(entry.text) is None
-            self.backend.add_tokens([token])
-            if is_new and self.backend.token_to_id(entry.text) != entry.token_id:
+            changed.append(token)
+            if self.backend.token_to_id(entry.text) is None:
+                new.append(entry)
+        # at once: after each call, the library prepares its search for all tokens again
+        self.backend.add_tokens(changed)
+        for entry in new:
+            if self.backend.token_to_id(entry.text) != entry.token_id:
                 reason = (
                     f"the token {entry.text!r} is to have the id {entry.token_id}, but "
                     "tokenizer.json lacks it"
@@ -74,10 +80,12 @@ class FastBackend:
         from tokenizers import AddedToken
 
         known = {token.content for token in self._added_tokens().values()}
+        tokens = []
         for text in texts:
             # a token that the model has no row for stays text
             if text not in known and self.backend.token_to_id(text) is not None:
-                self.backend.add_tokens([AddedToken(text, special=True)])
+                tokens.append(AddedToken(text, special=True))
+        self.backend.add_tokens(tokens)
 
     def _added_tokens(self) -> dict[int, Any]:
         """Return the library's added tokens, by their ids."""
@@ -167,7 +175,7 @@ class SentencePieceBackend:
     transformers."""
 
     def __init__(self, path: Path, declared: DeclaredTokens) -> None:
-        """declared: by the files beside tokenizer.model; what it lacks of them is added."""
+        """Read tokenizer.model, and add the tokens that it lacks of those in `declared`."""
         from sentencepiece import SentencePieceProcessor
 
         try:

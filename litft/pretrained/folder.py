@@ -49,10 +49,9 @@ from litft.model.config_file import read_object
 from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.transformer import GPT, default_dtype
 
-# fields of config.json that say whether head and embedding are one tensor; LFM2 has the second
 # the kind of `fingerprint`
 FINGERPRINT = "places:"
-# the files beside the weights that decide how a model computes and reads text
+# files, other than the weights, that decide what a model computes and how it reads text
 MODEL_FILES = (
     "config.json",
     "generation_config.json",
@@ -63,6 +62,7 @@ MODEL_FILES = (
     "added_tokens.json",
     TEMPLATE_FILE,
 )
+# fields of config.json that say whether head and embedding are one tensor; LFM2 has the second
 TIE_FIELDS = {"tie_word_embeddings", "tie_embedding"}
 DEMO = Path(__file__).parent.parent / "demo"
 

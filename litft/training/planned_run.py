@@ -1,5 +1,7 @@
-"""A run before its processes start: what it is, its steps, and how it uses the devices, of which
-memory decides what the flags leave open."""
+"""A run before its processes start: what it is, its steps, and how it uses the devices.
+
+Memory decides the settings that the flags leave open.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -145,10 +146,6 @@ class RunSetup:
                 if name not in ("rollout_rows", "reward_timeout"):
                     objective[f"grpo.{name}"] = value
         if self.teacher is not None:
-            objective["teacher"] = fingerprint(self.teacher.checkpoint)
-            objective["config.json of the teacher"] = _config_hash(self.teacher) or ""
-            if self.teacher.adapter:
-                objective["teacher's adapter"] = adapter_digest(self.teacher.adapter)
             objective |= {
                 f"distill.{name}": value for name, value in flags["distill"].items()
             }
@@ -159,12 +156,26 @@ class RunSetup:
             **{f"train.{name}": flags["train"][name] for name in FLAGS_FIXED_ON_RESUME},
             **{f"{self.method.name}.{name}": value for name, value in method_flags.items()},
             "data.new_tokens": self.args.data.new_tokens,
-            "base model": fingerprint(self.source.checkpoint),
-            "config.json of the base": _config_hash(self.source),
             # those of generated answers, also of the rewarded ones
             "stop tokens": self.tokenizer.stop_ids,
-            "adapter": adapter_digest(self.source.adapter) if self.source.adapter else None,
+            **self._files,
         }
+
+    @cached_property
+    def _files(self) -> dict[str, str | None]:
+        """What identifies the model folders, read once, since every checkpoint has it."""
+        adapter = self.source.adapter
+        facts = {
+            "base model": fingerprint(self.source.checkpoint),
+            "config.json of the base": _config_hash(self.source),
+            "adapter": adapter_digest(adapter) if adapter else None,
+        }
+        if self.teacher is not None:
+            facts["teacher"] = fingerprint(self.teacher.checkpoint)
+            facts["config.json of the teacher"] = _config_hash(self.teacher)
+            if self.teacher.adapter:
+                facts["teacher's adapter"] = adapter_digest(self.teacher.adapter)
+        return facts
 
 
 def _config_hash(source: PretrainedFolder) -> str | None:

@@ -629,6 +629,9 @@ def test_texts_of_a_yaml_file_stay_as_they_are_written(tmp_path, text):
     )
     args = parse(flags.LoRAFinetuneArgs, ["--config", str(path)])
     assert args.out_dir == text and args.data.new_tokens == [text]
+    # also in a mapping that is merged
+    path.write_text(f"checkpoint_dir: m\ndata: {{path: d}}\n<<: {{out_dir: {text}}}\n")
+    assert parse(flags.LoRAFinetuneArgs, ["--config", str(path)]).out_dir == text
 
 
 def test_text_values_are_not_parsed_as_yaml():
