@@ -13,7 +13,7 @@ import regex
 from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from litft.checkpoints.peft_names import PREFIX, all_names, text_name
+from litft.checkpoints.peft_names import PREFIX
 
 # for one expression and one name; an honest one takes microseconds
 MATCH_SECONDS = 1.0
@@ -37,8 +37,7 @@ def check_coverage(
             names = " and ".join(["target_modules", *fields])
             reason = f"{names} leave out {module}, of which {ADAPTER_WEIGHTS} has weights"
             raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {_REMEDY}")
-        # `matching_pattern` takes the text model's name, and tries the wrapped ones too
-        expected = matching_pattern(config, "rank_pattern", text_name(module), config["r"])
+        expected = matching_pattern(config, "rank_pattern", module, config["r"])
         if rank != expected:
             reason = f"{module} has the rank {expected}, but {rank} in {ADAPTER_WEIGHTS}"
             raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {_REMEDY}")
@@ -56,12 +55,10 @@ def matching_pattern(
     config: dict[str, Any], field: str, name: str, default: float
 ) -> float:
     """Return the value of the first expression of alpha_pattern or rank_pattern that matches the
-    end of a module's name."""
+    end of a module's name, which is that in the class of the adapter, as in PEFT."""
     for expression, value in (config.get(field) or {}).items():
-        # as in PEFT, where the name may be that of a multimodal model's language model
-        for full_name in all_names(name):
-            if _matches(rf"(.*\.)?({expression})", full_name, field):
-                return value
+        if _matches(rf"(.*\.)?({expression})", name, field):
+            return value
     return default
 
 

@@ -59,13 +59,18 @@ def text_name(name: str) -> str:
     return name
 
 
-def all_names(name: str) -> list[str]:
-    """Return the names that a module of the text model may have in an adapter's config."""
-    names = [name]
-    for wrapped, plain in _WRAPPED.items():
-        if name.startswith(plain):
-            names.append(wrapped + name.removeprefix(plain))
-    return names
+def names_of_class(names: Iterable[str]) -> ModuleNames:
+    """Return where a class has the text model's modules, given names of its modules or
+    parameters."""
+    model = TEXT_NAMES.model
+    head = TEXT_NAMES.head
+    for name in names:
+        for wrapped, plain in _WRAPPED.items():
+            if name.startswith(wrapped) and plain == TEXT_NAMES.model:
+                model = wrapped
+            elif name.startswith(wrapped):
+                head = wrapped
+    return ModuleNames(model, head)
 
 
 def target_regex(adapted: Iterable[str], adaptable: Collection[str]) -> str:

@@ -27,7 +27,7 @@ from litft.checkpoints.peft_format import (
     ReadBase,
     peft_keys,
 )
-from litft.checkpoints.peft_names import PREFIX, text_name
+from litft.checkpoints.peft_names import PREFIX, names_of_class, text_name
 from litft.checkpoints.peft_tables import (
     AdapterReading,
     split_key,
@@ -60,6 +60,8 @@ def read_adapter(
     check_lora_config(config, folder)
     # an adapter may have a head that a tied base drops
     rules = [rule for rule in rules if not isinstance(rule, Drop)]
+    stored = read_tensors(folder)
+    check_coverage(config, stored, folder)
     reading = AdapterReading(
         folder=folder,
         config=config,
@@ -69,10 +71,13 @@ def read_adapter(
         rules=rules,
         targets=peft_targets(model, rules),
         read_base=read_base,
+        names=names_of_class(key.removeprefix(PREFIX) for key in stored),
     )
 
     # the vocabulary comes first: what is left then has the shapes of the base
-    tensors = _stored_tensors(reading)
+    tensors = {}
+    for key, tensor in stored.items():
+        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
     vocabulary = take_vocabulary(tensors, reading)
     parts = _sort_tensors(tensors, reading)
 
@@ -126,16 +131,6 @@ def _differs(adapter: LoraAdapter) -> bool:
     if head_rows is None:
         return False
     return not torch.equal(adapter.token_rows["embed.token_rows"], head_rows)
-
-
-def _stored_tensors(reading: AdapterReading) -> dict[str, Tensor]:
-    """Return the file's tensors in fp32, by their names in the text model."""
-    stored = read_tensors(reading.folder)
-    check_coverage(reading.config, stored, reading.folder)
-    tensors = {}
-    for key, tensor in stored.items():
-        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
-    return tensors
 
 
 def _without_head(adapter: LoraAdapter) -> LoraAdapter:
@@ -240,7 +235,7 @@ def _weights(
     init = reading.init
     # a stack has R rows of A for each expert
     rank = a.size(0) // max(target.experts, 1)
-    scale = update_scale(reading.config, _name_in_patterns(target, reading.config), rank)
+    scale = update_scale(reading, _name_in_patterns(target, reading.config), rank)
     if init is None or target.embedding:
         return LoraWeights(a, b, scale, parts.get("m"))
     # PEFT subtracts from a tied head's weight, which is the embedding, too
@@ -370,7 +365,7 @@ def _stack_experts(
             raise ValueError(f"{reading.path}: {module} contains NaN or infinity")
         a[expert, :rank] = parts["a"]
         # scales may differ as well, so they become part of B
-        b[expert, :, :rank] = parts["b"] * update_scale(reading.config, module, rank)
+        b[expert, :, :rank] = parts["b"] * update_scale(reading, module, rank)
     return LoraWeights(a, b, 1.0)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, read_token_ids
 from litft.checkpoints.peft_coverage import matching_pattern
 from litft.checkpoints.peft_format import TABLES, TOKEN_ROWS, ReadBase, base_table
+from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.peft_targets import PeftTarget
 from litft.checkpoints.rules import Rule
 from litft.model.transformer import GPT
@@ -54,6 +55,7 @@ class AdapterReading:
     rules: list[Rule]
     targets: dict[str, PeftTarget]  # by litft name
     read_base: ReadBase
+    names: ModuleNames  # in the class that the adapter was saved from
 
     @property
     def path(self) -> Path:
@@ -79,9 +81,12 @@ def split_key(key: str) -> tuple[str, str | None]:
     return key, None
 
 
-def update_scale(config: dict[str, Any], target: str, r: int) -> float:
-    """Return the scaling factor of an update of rank `r`."""
-    alpha = matching_pattern(config, "alpha_pattern", target, config["lora_alpha"])
+def update_scale(reading: AdapterReading, target: str, r: int) -> float:
+    """Return the scaling factor of an update of rank `r`, whose module has the name `target` in the
+    text model."""
+    config = reading.config
+    name = reading.names.of(target)
+    alpha = matching_pattern(config, "alpha_pattern", name, config["lora_alpha"])
     return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
@@ -316,7 +321,7 @@ def _with_update(
     a = tensors[factors["a"]]
     b = tensors[factors["b"]]
     update = (b @ a).mT if target.embedding else b @ a  # (V, C)
-    return table + update_scale(reading.config, target.config_name, a.size(0)) * update
+    return table + update_scale(reading, target.config_name, a.size(0)) * update
 
 
 def _factor_keys(tensors: dict[str, Tensor], module: str) -> dict[str, str]:

@@ -349,7 +349,11 @@ def test_adapters_that_peft_wrote_for_a_wrapper(wrapper, tmp_path):
         lora_alpha=7,
         target_modules=rf"{prefix}\.layers\.\d+\.{attention}\.({first}|{second})",
         rank_pattern={rf"{prefix}\.layers\.1\.{attention}\.{first}": 2},
-        alpha_pattern={rf"{prefix}\.layers\.2\.{attention}\.{second}": 11},
+        alpha_pattern={
+            # as the text model calls it: matches only where names of the class end so
+            rf"model\.layers\.1\.{attention}\.{second}": 29,
+            rf"{prefix}\.layers\.2\.{attention}\.{second}": 11,
+        },
     )
     reference = get_peft_model(base, config).eval()
     perturb(p for n, p in reference.named_parameters() if "lora_" in n)
