@@ -94,10 +94,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class _TextLoader(_Loader):
-    """Reads numbers, dates and truth values as text."""
+    """Reads numbers, dates, truth values and bytes as text."""
 
 
-for _kind in ("bool", "int", "float", "timestamp"):
+for _kind in ("bool", "int", "float", "timestamp", "binary"):
     _TextLoader.add_constructor(
         f"tag:yaml.org,2002:{_kind}", _TextLoader.construct_yaml_str
     )

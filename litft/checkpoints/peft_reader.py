@@ -75,18 +75,12 @@ def read_adapter(
     )
 
     # the vocabulary comes first: what is left then has the shapes of the base
-    tensors = {}
-    for key, tensor in stored.items():
-        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
+    tensors = _with_text_names(stored)
     vocabulary = take_vocabulary(tensors, reading)
     parts = _sort_tensors(tensors, reading)
 
-    # the rest, by the unit that it adapts
-    factors = {}
-    for target, target_parts in parts.targets.items():
-        factors |= target.split(_weights(target, target_parts, reading))
-    for name, expert_parts in parts.experts.items():
-        factors[name] = _stack_experts(name, expert_parts, reading)
+    # the rest
+    factors = _factors(parts, reading)
     _check_complete(factors, parts.base, reading)
     adapter = LoraAdapter(
         factors,
@@ -133,6 +127,14 @@ def _differs(adapter: LoraAdapter) -> bool:
     return not torch.equal(adapter.token_rows["embed.token_rows"], head_rows)
 
 
+def _with_text_names(stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a file in fp32, by their names in the text model."""
+    tensors = {}
+    for key, tensor in stored.items():
+        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
+    return tensors
+
+
 def _without_head(adapter: LoraAdapter) -> LoraAdapter:
     """Return an adapter of a tied base without the head's values, which are the embedding's."""
     trained = dict(adapter.trained_in_full)
@@ -153,6 +155,16 @@ class _Parts:
     )
     # trained parameters of the base, by their names in it
     base: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _factors(parts: _Parts, reading: AdapterReading) -> dict[str, LoraWeights]:
+    """Return the updates of modules, by their litft names."""
+    factors = {}
+    for target, target_parts in parts.targets.items():
+        factors |= target.split(_weights(target, target_parts, reading))
+    for name, expert_parts in parts.experts.items():
+        factors[name] = _stack_experts(name, expert_parts, reading)
+    return factors
 
 
 def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts:

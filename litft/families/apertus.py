@@ -26,7 +26,7 @@ def config(hf: dict[str, Any]) -> Config:
         "rms_norm_eps": 1e-5,
         **hf,
     }
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if not llama.names_rope(hf):
         # as in transformers, also beside a rope_theta
         hf["rope_parameters"] = ROPE
     base = llama.config(hf, rope_theta=12e6)

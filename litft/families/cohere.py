@@ -24,6 +24,11 @@ def config(hf: dict[str, Any]) -> Config:
         **hf,
     }
     is_mixture = hf["model_type"] == "cohere2_moe"
+    if is_mixture and hf.get("rope_scaling"):
+        raise ValueError(
+            "config.json: transformers ignores rope_scaling of cohere2_moe; write its fields "
+            "into rope_parameters"
+        )
     # in other models, the heads divide the hidden size
     head_dim = hf.get("head_dim", 128) if is_mixture else None
     theta = 1e4 if is_cohere2 else 5e5

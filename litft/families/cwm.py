@@ -28,7 +28,7 @@ def config(hf: dict[str, Any]) -> Config:
         rms_norm_eps=1e-5,
     )
     hf = {**defaults, "sliding_window": 8192, **hf}
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if not llama.names_rope(hf):
         # whatever rope_theta says
         hf["rope_parameters"] = {**ROPE, "rope_theta": 1e6}
     base = llama.config(hf, rope_theta=1e6)

@@ -139,7 +139,7 @@ def config(hf: dict[str, Any]) -> Config:
 def _with_rope_of_mistral4(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with Mistral 4's default RoPE, and without the share of a whole head that
     is rotated: the rotated part of latent attention is rotated whole."""
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if not llama.names_rope(hf):
         hf = {**hf, "rope_parameters": MISTRAL4_YARN}
     kept = {}
     for name, value in hf.items():
@@ -158,6 +158,13 @@ def latent_config(hf: dict[str, Any]) -> LatentConfig:
     value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
     nope = hf.get("qk_nope_head_dim", 128)
     rope = hf.get("qk_rope_head_dim", 64)
+    # transformers would rotate `head_dim` entries
+    head_dim = hf.get("head_dim")
+    if head_dim not in (None, rope, nope + rope):
+        raise ValueError(
+            f"config.json: head_dim {head_dim} contradicts qk_rope_head_dim {rope} and "
+            f"qk_nope_head_dim {nope}; remove head_dim"
+        )
     return LatentConfig(
         hf["kv_lora_rank"],
         hf["q_lora_rank"],

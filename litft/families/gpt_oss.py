@@ -31,7 +31,7 @@ def config(hf: dict[str, Any]) -> Config:
     )
     hf = {**defaults, "max_position_embeddings": 131072, **hf}
     # the default is a scaled RoPE
-    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if not llama.names_rope(hf):
         hf["rope_parameters"] = {**YARN, "rope_theta": hf.get("rope_theta", 150000.0)}
     if hf.get("swiglu_alpha", 1.702) != 1.702:
         raise ValueError(

@@ -55,7 +55,8 @@ def config(hf: dict[str, Any]) -> Config:
         if kind == "conv":
             layers.append(layer.with_mixer(conv))
             continue
-        rope = RopeConfig.from_hf({**hf, "rope_parameters": ropes[kind]}, base.head_dim)
+        parameters = {**hf, "rope_parameters": ropes[kind]}
+        rope = RopeConfig.from_hf(parameters, base.head_dim, theta=1e6)
         if kind == "sliding_attention":
             window = hf.get("sliding_window", 256)
         else:

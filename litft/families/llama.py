@@ -153,6 +153,11 @@ def local_rope_layers(base: Config, windows: list[int | None]) -> tuple[LayerCon
     return tuple(layers)
 
 
+def names_rope(hf: dict[str, Any]) -> bool:
+    """Return whether a file says what its RoPE is; empty `rope_parameters` are the plain one."""
+    return hf.get("rope_parameters") is not None or bool(hf.get("rope_scaling"))
+
+
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for
     all layers."""

@@ -37,7 +37,7 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0) -> Config:
         "sliding_window": window,
         **hf,
     }
-    if is_ministral3 and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+    if is_ministral3 and not llama.names_rope(hf):
         hf["rope_parameters"] = YARN
     if hf["model_type"] != "ministral":
         # only Ministral has different kinds of layers

@@ -21,6 +21,14 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config(hf, rope_theta=2e6)
     uses_rope = layers_with_rope(hf)
     if not hf.get("use_sliding_window", False):
+        # which of the two counts depends on transformers' attention implementation
+        if hf.get("sliding_window") and "sliding_attention" in (
+            hf.get("layer_types") or ()
+        ):
+            raise ValueError(
+                "config.json: layer_types has layers with a sliding window, but "
+                "use_sliding_window is not true; set it to true, or remove layer_types"
+            )
         hf["sliding_window"] = None
     windows = llama.layer_windows(hf, lambda index: not uses_rope[index])
     layers = []

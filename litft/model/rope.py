@@ -70,9 +70,11 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rope.dim - 1)
-    # the lower bound of the difference avoids a division by 0
-    ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    slowed_share = ramp.clamp(0, 1)
+    # as in transformers: not 0, and negative for a context below one turn of every pair
+    width = (high - low) or 0.001
+    slowed_share = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(
+        0, 1
+    )
     return frequencies * (1 - slowed_share) + frequencies / rope.factor * slowed_share
 
 

@@ -104,11 +104,6 @@ class RopeConfig:
         ratio = max_positions / trained_positions
         default_factor = ratio if original_max_positions else 1.0
         factor = scaling.get("factor", default_factor)
-        # for these types the file's original length has no meaning
-        if rope_type in ("default", "linear", "dynamic"):
-            original_max_positions = max_positions
-        else:
-            original_max_positions = trained_positions
         specific = {name: scaling[name] for name in _TYPE_SPECIFIC if name in scaling}
         return cls(
             theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
@@ -116,7 +111,9 @@ class RopeConfig:
             fraction=float(fraction),
             rope_type=rope_type,
             factor=float(factor),
-            original_max_positions=int(original_max_positions),
+            original_max_positions=_turning_point(
+                rope_type, scaling, trained_positions, max_positions
+            ),
             attention_factor=_attention_factor(
                 rope_type, scaling, float(factor), trained_positions
             ),
@@ -135,6 +132,18 @@ _TYPE_SPECIFIC = (
     "beta_slow",
     "truncate",
 )
+
+
+def _turning_point(
+    rope_type: str, scaling: dict[str, Any], trained_positions: int, max_positions: int
+) -> int:
+    """Return the length from which on a type, or the scale of queries, changes what it computes:
+    max_positions where the file's original length has no meaning."""
+    if rope_type == "dynamic":
+        return max_positions
+    if rope_type in ("default", "linear") and not scaling.get("llama_4_scaling_beta"):
+        return max_positions
+    return trained_positions
 
 
 def _rotated_share(
@@ -208,10 +217,13 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     rotated entries."""
     problems = []
     # yarn divides by the logarithm of theta, llama3 by the difference of the two factors
-    if scaling.get("rope_theta", 2) == 1 or scaling.get(
-        "low_freq_factor", 1
-    ) == scaling.get("high_freq_factor", 4):
-        problems.append("rope_theta 1 or low_freq_factor equal to high_freq_factor")
+    theta = scaling.get("rope_theta", 10000)
+    if theta <= 1:
+        problems.append(f"rope_theta {theta} (must be above 1)")
+    low = scaling.get("low_freq_factor", 1)
+    high = scaling.get("high_freq_factor", 4)
+    if low >= high:
+        problems.append(f"low_freq_factor {low} (must be below high_freq_factor, {high})")
     for name in ("short_factor", "long_factor"):
         if name in scaling and len(scaling[name]) != dim // 2:
             problems.append(f"{name} has {len(scaling[name])} numbers (must be {dim // 2})")

@@ -1576,6 +1576,26 @@ def test_normalizers_of_sentencepiece_are_refused(tmp_path):
         to_gguf(folder, tmp_path / "file")
 
 
+def test_tokens_before_a_text_that_have_no_field_are_noted(tmp_path, capsys):
+    """As GLM's [gMASK]<sop>."""
+    before = [{"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "a")]
+    folder = byte_level_folder(tmp_path / "model")
+    definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    tokens = {}
+    for text in ("<s>", "a"):
+        number = definition["model"]["vocab"].get(text, 1)
+        tokens[text] = {"id": text, "ids": [number], "tokens": [text]}
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": tokens,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
+    to_gguf(folder, tmp_path / "file")
+    assert "llama.cpp does not put" in capsys.readouterr().err
+
+
 def test_three_stop_tokens_and_named_templates_survive(tmp_path, capsys):
     """The last one ends a message that calls a tool; a fourth has no place."""
     folder = make_folder("llama", tmp_path / "model")

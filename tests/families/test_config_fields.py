@@ -85,6 +85,33 @@ CASES = {
     ),
     "CWM, another base": ("cwm", dict(rope_theta=500.0, rope_parameters=...)),
     "Gemma 3, softcap": ("gemma3_text", dict(attn_logit_softcapping=0.1)),
+    "gpt-oss, plain RoPE": ("gpt_oss", dict(rope_parameters={})),
+    "Ministral 3, scaled queries without YaRN": (
+        "ministral3",
+        dict(
+            rope_parameters=dict(
+                llama_4_scaling_beta=0.3,
+                original_max_position_embeddings=32,
+                rope_theta=1e4,
+            )
+        ),
+    ),
+    "LFM3, a kind without its base": (
+        "lfm3",
+        dict(rope_parameters={**BY_KIND, "sliding_attention": dict(rope_type="default")}),
+    ),
+    "Llama, a context below one turn": (
+        "llama",
+        dict(
+            rope_parameters=dict(
+                rope_type="yarn",
+                factor=4.0,
+                rope_theta=3.0,
+                original_max_position_embeddings=4,
+                truncate=False,
+            )
+        ),
+    ),
     "Falcon, two activations": ("falcon", dict(hidden_act="relu", activation="gelu")),
 }
 
@@ -147,6 +174,27 @@ def test_published_names_of_bloom():
         (
             dict(model_type="codegen", head_dim=128, n_embd=64, n_head=4, vocab_size=64),
             "head_dim 128 is CodeGen2's",
+        ),
+        (
+            dict(model_type="cohere2_moe", rope_scaling=YARN, vocab_size=64),
+            "transformers ignores rope_scaling of cohere2_moe",
+        ),
+        (
+            dict(model_type="deepseek_v3", head_dim=3, qk_rope_head_dim=4, vocab_size=64),
+            "head_dim 3 contradicts qk_rope_head_dim 4",
+        ),
+        (
+            dict(
+                model_type="smollm3",
+                num_attention_heads=4,
+                num_hidden_layers=1,
+                hidden_size=32,
+                intermediate_size=56,
+                vocab_size=64,
+                sliding_window=8,
+                layer_types=["sliding_attention"],
+            ),
+            "use_sliding_window is not true",
         ),
     ],
 )

@@ -16,6 +16,7 @@ import torch
 import transformers
 from conftest import config_folder
 from parity import (
+    LLAMA3,
     ROWS,
     TINY,
     cached_difference,
@@ -447,6 +448,18 @@ REFUSED = [
         next(iter(ROWS["nemotron_h"][1])),
         dict(mamba_hidden_act="gelu"),
         "mamba_hidden_act 'gelu' is not supported in a network with recurrent layers",
+    ),
+    (
+        "llama",
+        "grouped",
+        dict(rope_parameters=dict(LLAMA3, low_freq_factor=4.5, rope_theta=1e4)),
+        "low_freq_factor 4.5 (must be below high_freq_factor, 4.0)",
+    ),
+    (
+        "llama",
+        "grouped",
+        dict(rope_parameters=dict(rope_type="default", rope_theta=0.8)),
+        "rope_theta 0.8 (must be above 1)",
     ),
     ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
     (

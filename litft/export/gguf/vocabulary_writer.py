@@ -57,6 +57,7 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
     _add_stop_ids(writer, tokenizer)
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
+    _note_prefix(tokenizer)
     if tokenizer.has_template:
         writer.add_chat_template(_templates(tokenizer))
 
@@ -204,6 +205,18 @@ def _divides_as_sentencepiece(definition: dict[str, Any]) -> bool:
     return not divides or not any(
         "\u2581" in text[1:] for text in definition["model"]["vocab"]
     )
+
+
+def _note_prefix(tokenizer: Tokenizer) -> None:
+    """Print a note on tokens before plain text for which GGUF has no field: all but a BOS token."""
+    lost = tokenizer.prefix_ids[int(tokenizer.adds_bos) :]
+    if lost:
+        text = tokenizer.decode(lost, skip_special=False)
+        print(
+            f"note: llama.cpp does not put {text} before a text that is no conversation, as this "
+            "tokenizer does",
+            file=sys.stderr,
+        )
 
 
 def _note_stripped(definition: dict[str, Any] | None) -> None:
