@@ -22,8 +22,8 @@ NOTEBOOKS = sorted((ROOT / "tutorials" / "notebooks").glob("*.ipynb"))
 
 CASES = []
 for found in NOTEBOOKS:
-    # the rewards take a minute longer
-    marks = [pytest.mark.weekly] if found.stem == "rewards" else []
+    # a new user's first one runs with each commit
+    marks = [] if found.stem == "quickstart" else [pytest.mark.weekly]
     CASES.append(pytest.param(found, marks=marks, id=found.stem))
 
 

@@ -483,6 +483,7 @@ def test_common_prefix_length():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_compiled_step_does_not_copy_the_cache(make_model):
     """Its time does not depend on the capacity: 64 times as many positions, of which few are
     used."""
