@@ -189,11 +189,20 @@ def print_longest(args: PlanArgs) -> None:
 
 
 def _smallest(
-    make_plan: Callable[[int, str, str, str], Plan], quantize: Quantization, offload: str
+    make_plan: Callable[[int, str, str, str], Plan],
+    quantize: Quantization,
+    offload: str,
+    recomputed: str | None,
 ) -> Fit:
-    """Return the way of recomputing blocks that needs the least memory for one row."""
+    """Return the way of recomputing blocks that needs the least memory for one row; recomputed:
+    that of the flags, if they name it."""
+    if recomputed:
+        kinds = (recomputed,)
     # offloaded weights are fetched for whole blocks
-    kinds = ("full",) if offload == "parameters" else OF_BLOCKS
+    elif offload == "parameters":
+        kinds = ("full",)
+    else:
+        kinds = OF_BLOCKS
     fits = []
     for kind in kinds:
         fits.append(Fit(1, kind, quantize, offload, make_plan(1, kind, quantize, offload)))
@@ -213,7 +222,8 @@ def longest_row(args: PlanArgs, at_most: int | None = None) -> LongestRow:
 
     @cache
     def fit_of(tokens: int, quantize: Quantization) -> Fit:
-        return _smallest(planner(args, source, method, tokens), quantize, offload)
+        make_plan = planner(args, source, method, tokens)
+        return _smallest(make_plan, quantize, offload, args.activation_checkpointing)
 
     longest = STEP
     quantizations = open_quantizations(args)

@@ -1,6 +1,6 @@
 """The base class of all methods: the interface that training, checkpoints and export use."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -102,6 +102,10 @@ class Method:
 
         model: on the meta device. rules: map litft names to the names in PEFT's adapter files.
         """
+
+    def ignored_flags(self) -> Iterator[str]:
+        """Yield notes on flags of the method that have no effect on the targets chosen."""
+        yield from ()
 
     def storage(self, precision: str) -> str:
         """Return the dtype in which the base's weights are stored when the network computes in

@@ -2,7 +2,7 @@
 embeddings and experts."""
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +125,13 @@ class LoRA(Method):
         else:
             biases = []
         self.trained_in_full = list(dict.fromkeys([*self.trained_in_full, *biases]))
+
+    def ignored_flags(self) -> Iterator[str]:
+        """Yield a note on --lora.bias for modules without biases."""
+        has_bias = any(name.endswith(".bias") for name in self.trained_in_full)
+        if self.args.bias != "none" and not has_bias:
+            whose = "base has" if self.args.bias == "all" else "adapted modules have"
+            yield f"note: --lora.bias {self.args.bias} has no effect: the {whose} no biases"
 
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
         """Return the names of modules trained in full, including modules fused with one of them in

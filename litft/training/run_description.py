@@ -111,6 +111,7 @@ def notes_on_flags(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     prints_date = setup.tokenizer.uses_date or args.data.has_file_templates
     if args.data.date and (schedule.data.is_plain_text or not prints_date):
         yield f"note: --data.date {args.data.date} has no effect: the chat template prints no date"
+    yield from setup.method.ignored_flags()
     steps = schedule.steps
     warmup_steps = args.train.warmup_steps
     if warmup_steps is not None and warmup_steps > steps:

@@ -362,3 +362,19 @@ def test_a_file_of_rewards_imports_what_is_beside_it(tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path / "here")
     assert score(path, "value", [completed("a")]) == [1]
+
+
+def test_files_of_rewards_do_not_share_modules_of_one_name(tmp_path):
+    """Each means the one beside it."""
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "words_of_rewards_3.py").write_text(f"VALUE = {folder!r}\n")
+        (tmp_path / folder / f"reward_{folder}.py").write_text(
+            "import words_of_rewards_3\n\n\n"
+            "def value(completion):\n    return len(words_of_rewards_3.VALUE)\n"
+        )
+    load_function(f"{tmp_path}/a/reward_a.py:value")
+    with pytest.raises(
+        ValueError, match=r"words_of_rewards_3.py beside it has the name of"
+    ):
+        load_function(f"{tmp_path}/b/reward_b.py:value")

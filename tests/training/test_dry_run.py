@@ -519,7 +519,11 @@ def test_a_step_of_far_more_examples_than_there_are_is_refused(tiny, tmp_path):
 
 @pytest.mark.parametrize(
     ("command", "flags"),
-    [("lora", []), ("lora", ["--train.learning_rate", "5"]), ("full", [])],
+    [
+        ("lora", ["--lora.bias", "all"]),
+        ("lora", ["--train.learning_rate", "5"]),
+        ("full", []),
+    ],
 )
 def test_no_rate_is_advised_for_few_examples(tiny, tmp_path, command, flags):
     """LoRA's default is right for them, and a higher one, of a user or of full fine-tuning, would
@@ -552,6 +556,8 @@ def test_no_rate_is_advised_for_few_examples(tiny, tmp_path, command, flags):
         "note: --data.date 2026-11-21 has no effect: the chat template prints no date"
         in (done.stdout)
     )
+    about_biases = "note: --lora.bias all has no effect: the base has no biases"
+    assert (about_biases in done.stdout) == ("--lora.bias" in flags)
     assert "try --train.epochs 20 --train.global_batch_size 4\n" in done.stdout
     assert "nothing is held out for validation: --data.val_fraction is 0" in done.stdout
     assert done.stdout.count("no GPU was found: running on the CPU") == 1

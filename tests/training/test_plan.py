@@ -480,6 +480,9 @@ def test_the_longest_row_fits_and_a_longer_one_does_not(tiny, capsys):
     assert peaks[0] <= limit < peaks[1]
     with pytest.raises(ValueError, match="a row of 64 tokens needs"):
         print_longest(replace(args, budget="1MiB"))
+    # a given way of recomputing is kept
+    given = longest_row(replace(args, activation_checkpointing="full"))
+    assert given.fit.recomputed == "full" and given.tokens < longest
 
 
 @pytest.mark.slow

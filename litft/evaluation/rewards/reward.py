@@ -16,6 +16,7 @@ from litft.evaluation.rewards.builtin import EXAMPLES, MADE, PLAIN, RewardFuncti
 FROM_PYTHON = "python:"
 # columns of metrics.csv begin with reward_, and two of them are no function's
 TAKEN_NAMES = ("std", "seconds")
+_LOADED: list[Path] = []  # the files of rewards of this process
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,21 @@ def _with_unique_names(rewards: list[Reward]) -> list[Reward]:
     return named
 
 
+def _check_imported(path: Path) -> None:
+    """Raise ValueError if a file of rewards would import what another one has imported under the
+    same name from its own folder."""
+    others = {loaded.parent for loaded in _LOADED} - {path.parent}
+    for name, module in sys.modules.items():
+        file = Path(getattr(module, "__file__", None) or "")
+        if file.parent not in others or file in _LOADED:
+            continue
+        if (path.parent / f"{name}.py").is_file():
+            raise ValueError(
+                f"--reward {path}: {name}.py beside it has the name of {file}, which another "
+                "reward imports; rename one of the two"
+            )
+
+
 def load_function(source: str) -> RewardFunction:
     """Return the function that a source names; of a file, this executes the file."""
     if not is_file(source):
@@ -136,8 +152,10 @@ def load_function(source: str) -> RewardFunction:
     path, _, name = source.rpartition(":")
     # as Python runs a script: imports look into its folder, and classes find their module
     folder = str(Path(path).resolve().parent)
+    _check_imported(Path(path).resolve())
     if folder not in sys.path:
         sys.path.insert(0, folder)
+    _LOADED.append(Path(path).resolve())
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     assert spec is not None
     assert spec.loader is not None
