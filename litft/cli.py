@@ -188,8 +188,12 @@ def main() -> None:
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
         hint = _command_hint(typed)
+        # a question ends its sentence
         separator = "" if hint.endswith("?") else ";"
-        fail(f"no command {typed!r}{hint}{separator} `litft --help` lists all")
+        fail(
+            f"no command {typed or sys.argv[1]!r}{hint}{separator} `litft --help` lists all"
+        )
+    # `litft | head -1` closes the pipe early
     with user_errors():
         print(usage, flush=True)
 

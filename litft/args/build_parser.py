@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import docstring_parser
-from jsonargparse import ArgumentParser, Namespace
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
 from litft.args.finetune_methods import FINETUNE
 from litft.args.flag_types import class_of_group
@@ -186,3 +186,13 @@ def _help_texts(cls: type) -> dict[str, str]:
             if param.description:
                 texts[param.arg_name] = param.description
     return texts
+
+
+def is_valid(parser: ArgumentParser, word: str) -> bool:
+    """Return whether `word`, one --flag=value, has a value of the flag's type."""
+    try:
+        parser.parse_args([word])
+    except (ArgumentError, OverflowError):
+        # a whole number beyond the range of floats
+        return False
+    return True

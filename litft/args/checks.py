@@ -41,7 +41,8 @@ def impossible_numbers(args: Any) -> list[str]:
 def wrong_types(args: Any, group: str = "") -> list[str]:
     """Return the problems of values whose type does not match their field.
 
-    Only callers from Python can pass such values.
+    Only callers from Python can pass such values. group: what precedes the flags' names in
+    messages: nothing, or a group with its dot, `data.`.
     """
     problems = []
     types = get_type_hints(type(args))
@@ -51,7 +52,7 @@ def wrong_types(args: Any, group: str = "") -> list[str]:
         expected = types[name]
         flag = f"{group}{name}"
         if isinstance(expected, type) and is_dataclass(expected):
-            # the fields of a group can be checked only if it is one
+            # a value that is no such group has no fields to check
             is_wrong = not isinstance(value, expected)
             if not is_wrong:
                 problems += wrong_types(value, f"{flag}.")

@@ -66,12 +66,13 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
     # in axolotl, `type` says both the fields and the prompt that is made of them
     if data_set.get("type") in get_args(Formats):
         settings["format"] = data_set["type"]
-    if data_set.get("type") == "alpaca":  # which is a prompt there, too
+    # "alpaca" is also the prompt that is made, which litft would leave to the model's template
+    if data_set.get("type") == "alpaca":
         settings["template"] = "alpaca"
     # plain texts, even beside the fields of a conversation
     if data_set.get("type") == "completion":
         settings["format"] = "text"
-    # TRL lists the columns to keep
+    # TRL's `columns` lists the columns to keep; litft's maps names, see `_columns`
     settings.pop("columns", None)
     columns = _columns(data_set)
     if columns:

@@ -62,8 +62,13 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
             messages.append(_unknown_keyword(name, value, names))
     if messages:
         raise TypeError("\n".join(messages))
+    by_flag: dict[str, str] = {}
+    for name in keywords:
+        other = by_flag.setdefault(names[name], name)
+        if other != name:
+            raise TypeError(f"finetune() got two values of one flag: {other} and {name}")
     words = []
-    # first: other keywords override those of the file
+    # --config comes first, so that all other keywords override the flags of the file
     for name, value in ({"config": None} | dict(keywords)).items():
         if name == "config" and value is None:
             continue
@@ -72,6 +77,7 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
         if flag == "eval.prompts" and isinstance(value, str):
             value = [value]
         words.append(f"--{flag}={_as_word(value, types.get(flag))}")
+    # as the user has written them, often without a group: `parse` refuses ambiguous ones
     short = [f"--{name}" for name in keywords]
     return parse(FINETUNE[method], words, short=short)
 
@@ -87,10 +93,14 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     # a translation is written as on the command line; here it is shown as a keyword
     translation = translate_flag(name, text)
     if translation is not None:
-        flags, note = translation
-        if not flags:
+        # as on the command line, `--train.epochs 3`; empty for what litft does by itself
+        flag_text, note = translation
+        if not flag_text:
             return f"{message}; leave it out{note}"
-        flag, _, setting = flags.removeprefix("--").partition(" ")
+        # several flags have no keyword together
+        if flag_text.count("--") > 1:
+            return f"{message}; here it is {flag_text}{note}"
+        flag, _, setting = flag_text.removeprefix("--").partition(" ")
         # the model and the data have parameters of their own, which `names` does not contain
         keyword = PARAMETER_OF_FLAG.get(flag) or _keyword_of(flag, names)
         # a flag whose keyword has another form is named as the command has it
@@ -146,6 +156,7 @@ def _as_word(value: Any, flag_type: Any) -> str:
     if get_origin(flag_type) is list:
         if isinstance(value, Mapping):
             value = _as_pairs(value)
+        # text is divided at its commas, as on the command line; "null" stands for an empty list
         if value is None or isinstance(value, str):
             return value or "null"
         if isinstance(value, Iterable):

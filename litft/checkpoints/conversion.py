@@ -51,7 +51,8 @@ def mappings_from_hf(
     """Return the mappings from checkpoint tensors to litft tensors, and the names that match no
     rule.
 
-    A mapping lists all the sources it needs, including those missing from `names`.
+    A mapping lists all the sources it needs, including those missing from `names`. Tensors of a
+    `Drop` are in neither result; a second name of one tensor is among those without a rule.
     """
     mappings: dict[tuple, TensorMapping] = {}
     unknown = []
@@ -77,8 +78,8 @@ def mappings_from_hf(
                     targets,
                     rule.from_hf,
                     rule.to_hf,
-                    is_copy,
-                    isinstance(rule, Stack),
+                    is_copy=is_copy,
+                    is_stack=isinstance(rule, Stack),
                 )
                 mappings[rule, numbers] = mapping
             elif name not in mappings[rule, numbers].sources:

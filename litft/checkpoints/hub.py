@@ -150,6 +150,11 @@ def fetch(
             "repository"
         )
     _check_disk_space(folder or _cache_folder(pinned.name), names, sizes, pinned)
+    # first, so that the files of an interrupted download are not mixed with those of another one
+    if folder is not None:
+        origin = folder / _ORIGIN_FILE
+        origin.parent.mkdir(parents=True, exist_ok=True)
+        origin.write_text(json.dumps(pinned._asdict()) + "\n", "utf-8")
     # weights last: once they are complete, all files are
     snapshots = []
     for patterns in _weights_last(names):
@@ -164,7 +169,6 @@ def fetch(
                 )
             )
     if folder is not None:
-        (folder / _ORIGIN_FILE).write_text(json.dumps(pinned._asdict()) + "\n", "utf-8")
         return folder, pinned
     # record the commit of the branch as huggingface_hub does, for offline use
     if not repo.is_pinned:

@@ -73,6 +73,7 @@ def write_adapter(
         token_rows=vocabulary.token_rows,
     )
 
+    # Linears that the checkpoint has as one tensor have one target, and one pair of factors
     fused = {}
     for name in adapter.factors:
         target = targets[name]

@@ -237,7 +237,7 @@ def _weights(
     PEFT subtracts it from the base when it opens the adapter. Raises ValueError if the tensors do
     not fit.
     """
-    problem = _problem(target, parts, reading.model)
+    problem = _misfit(target, parts, reading.model)
     if problem:
         raise ValueError(
             f"{reading.path}: the adapter does not fit its base model: {target.name} {problem}"
@@ -348,7 +348,10 @@ def _stack_experts(
     expert_parts: dict[tuple[int, str], dict[str, Tensor]],
     reading: AdapterReading,
 ) -> LoraWeights:
-    """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
+    """Stack the LoRA weights of single experts; experts without an adapter get zeros.
+
+    expert_parts: by (number of the expert, name of its module in the file).
+    """
     linear = reading.model.get_submodule(name)
     assert isinstance(linear, ExpertLinear)  # the target has `experts`
     if reading.init is not None:
@@ -393,7 +396,7 @@ def _expert_keys(names: list[str], targets: Iterable[PeftTarget]) -> dict[str, P
     return dict(peft_keys(stacks))
 
 
-def _problem(target: PeftTarget, parts: dict[str, Tensor], model: GPT) -> str | None:
+def _misfit(target: PeftTarget, parts: dict[str, Tensor], model: GPT) -> str | None:
     """Describe what is wrong with the tensors of a target, or return None."""
     if not {"a", "b"} <= parts.keys():
         lacking = "lora_B" if "a" in parts else "lora_A"
@@ -408,7 +411,7 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: GPT) -> str | 
         magnitudes = (num_experts, out_features)
     else:
         magnitudes = (out_features,)
-    # such a stack has A and B exchanged
+    # PEFT takes (E, in, out) for (E, out, in); magnitudes belong to the rows all the same
     if target.swapped:
         in_features, out_features = out_features, in_features
 

@@ -80,7 +80,8 @@ class PeftTarget:
         loras = [factors[name] for name in self.linears if name in factors]
         first_factors = [lora.a for lora in loras]
         a = torch.cat(first_factors, dim=-2)
-        # PEFT has one scale for the pair, so B takes up the differences
+        # PEFT has one scale for the pair, so B takes up the differences: it is divided by this
+        # one, which must not be 0 (lora_alpha 0)
         scales = [lora.scale for lora in loras if lora.scale]
         scale = scales[0] if scales else 1.0
         b = self._block_diagonal(factors, a, scale)
@@ -198,8 +199,8 @@ def peft_targets(model: GPT, rules: list[Rule]) -> dict[str, PeftTarget]:
         linears = tuple(weight.removesuffix(".weight") for weight in weight_names)
         experts = module.count if isinstance(module, ExpertLinear) else 0
         hf_name = hf_tensor_name(rule, numbers).removesuffix(".weight")
-        # routers are parameters in transformers; PEFT takes modules with the names of MLPs for
-        # experts, and drops them
+        # Adapted as parameters: routers, which are bare parameters in transformers, and beside
+        # experts all MLPs, since PEFT takes modules of these names for experts and drops them
         is_mlp = has_experts and hf_name.rpartition(".")[2] in (
             "gate_proj",
             "up_proj",

@@ -40,12 +40,14 @@ def check_method(settings: dict[str, Any]) -> None:
         formats = set()
         for group in _groups(settings):
             formats.add(_format_of(group, settings))
+        # None: no format is named, so that the tensors that are found decide
         unsupported = formats - {"float-quantized", "naive-quantized", PACKED, None}
         if unsupported:
             raise ValueError(
                 f"its weights are quantized ({method}, {min(unsupported)}), which is not "
                 f"supported; {remedy}"
             )
+        # for its ValueError alone
         if PACKED in formats:
             _packed_bits(settings)
     if method == "gptq" and settings.get("bits") not in (2, 4, 8):
@@ -54,7 +56,8 @@ def check_method(settings: dict[str, Any]) -> None:
             f"8; {remedy}"
         )
     if method == "awq" and (
-        settings.get("bits", 4) != 4 or settings.get("version", "gemm") != "gemm"
+        settings.get("bits", 4) != 4
+        or str(settings.get("version", "gemm")).lower() != "gemm"
     ):
         reason = (
             f"its weights are quantized (awq, {settings.get('bits', 4)} bits, "
@@ -108,11 +111,13 @@ def find_stored_weights(
 def _fp8_weights(
     metas: dict[str, Tensor | str], block: Iterable[int]
 ) -> Iterable[tuple[str, StoredWeight]]:
+    """Yield the weights that are stored in FP8, with their names. block: the rows and columns of
+    one scale."""
     for name, meta in metas.items():
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
             stem = name.removesuffix("weight")
-            # the names in DeepSeek's format, and in that of compressed-tensors
             dtype = torch.bfloat16
+            # DeepSeek's name (a factor, despite "inv"), or that of compressed-tensors
             if f"{stem}weight_scale_inv" in metas:
                 scale = f"{stem}weight_scale_inv"
             elif f"{stem}weight_scale" in metas:
@@ -127,9 +132,9 @@ def _fp8_weights(
                 )
             # scales of activations, which the dequantized weight does not need
             unused = {}
-            for s in ("input_scale", "activation_scale"):
-                if f"{stem}{s}" in metas:
-                    unused[s] = f"{stem}{s}"
+            for suffix in ("input_scale", "activation_scale"):
+                if f"{stem}{suffix}" in metas:
+                    unused[suffix] = f"{stem}{suffix}"
             parts = {"weight": name, "scale": scale, **unused}
             _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
             dequantize = partial(_call, dequantize_fp8, block=tuple(block), dtype=dtype)

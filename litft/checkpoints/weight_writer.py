@@ -37,7 +37,7 @@ def write_weights(
     """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; only one shard
     is in memory.
 
-    folder: None to compute each tensor and discard it.
+    folder: None on ranks that only join the all-gathers of `make`; they discard each tensor.
     """
     if folder is None:
         for entry in entries:

@@ -165,7 +165,8 @@ def _write_all(
     args: GenerateArgs, records: list[dict[str, Any]], answers: Iterator[FinishedAnswer]
 ) -> None:
     """Write the records with their answers, one JSON line each, in order; each line as soon as it
-    is complete."""
+    is complete. records: those without answers; the numbers of answers count from the first of
+    them."""
     start = time.perf_counter()
     tokens = 0
     mode = "a" if args.resume else "w"
@@ -181,8 +182,7 @@ def _write_all(
             tokens += answer.stats.new_tokens
             if len(fields) < args.num_samples:
                 continue
-            # a line has all samples of its prompt; numbers
-            # count from the first prompt without answers
+            # a line has all samples of its prompt
             index = answer.number // args.num_samples
             if sys.stderr.isatty():
                 print(

@@ -318,17 +318,22 @@ def within_budget(
     if args.activation_checkpointing:
         kinds = [args.activation_checkpointing]
     else:
-        kinds = RECOMPUTED
+        kinds = list(RECOMPUTED)
+        # both replace what autograd saves
+        if args.cpu_offload == "activations":
+            kinds.remove("elementwise")
+    of_blocks = [kind for kind in OF_BLOCKS if kind in kinds]
     weight_options = [(quantize, args.cpu_offload) for quantize in open_quantizations(args)]
-    # offloaded weights are slowest, so they come last
+    # with several options weights are frozen, plain and whole, so they may be offloaded, too; that
+    # is slowest, so it comes last
     if len(weight_options) > 1 and "full" in kinds and args.devices * args.num_nodes == 1:
         weight_options.append(("none", "parameters"))
     budget = int(USABLE_FRACTION * args.budget_bytes)
     fit, smallest = fastest(make_plan, rows, kinds, weight_options, budget)
     # the last resort: only the inputs of blocks are saved, and they wait in host memory
-    if fit is None and args.may_offload_activations and "full" in kinds:
+    if fit is None and args.may_offload_activations and of_blocks:
+        # weights that would be offloaded stay, so that one of the options may be there twice
         options = [(quantize, "activations") for quantize, offload in weight_options]
-        of_blocks = [kind for kind in OF_BLOCKS if kind in kinds]
         last = fastest(make_plan, rows[:1], of_blocks, list(dict.fromkeys(options)), budget)
         fit = last[0]
         smallest = min(smallest, last[1], key=lambda fit: fit.plan.memory.peak)

@@ -144,6 +144,7 @@ def _subjects(
     """
     model_args = args.model(args.checkpoint_dir, args.base_dir)
     source = source_of(model_args)
+    # an adapter is shown beside its base, or alone; beside another model, folders have names
     if source.adapter and args.against in (None, "none"):
         name = "tuned"
     else:
@@ -176,8 +177,8 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
         "num_fewshot": args.num_fewshot,
         "limit": args.limit,
         "apply_chat_template": args.chat_template,
+        "log_samples": bool(args.out),
     }
-    settings["log_samples"] = bool(args.out)
 
     def run(subject: ScoredModel, session: Session) -> None:
         results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
@@ -187,6 +188,7 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
             if name in results
         }
         for task, scores in results["results"].items():
+            # a group of tasks has scores, but no count of its own
             if task in results["n-samples"]:
                 # how many were really scored, which --limit may have reduced
                 counts = results["n-samples"][task]

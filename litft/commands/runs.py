@@ -102,7 +102,7 @@ def read_run(folder: Path) -> Run:
         steps=int(newest.get("step", 0)),
         losses=losses,
         state=_state(folder),
-        # the verdict in the folder of a run that was continued is of its earlier result
+        # while a finished run is being continued, verdict.json is that of its earlier result
         verdict=_verdict(folder) if run_dir.finished(folder) else "",
     )
 

@@ -373,6 +373,7 @@ def _check_samples(data: DataSplits) -> None:
             f"--data.val_path: no example of the set {empty[0]} is left ({notes}); leave it out, "
             "or mend it"
         )
+    # samples are cut to --data.max_seq_length, which may be above the model's context
     context = data.context
     non_empty = []
     for samples in (data.train, data.val):

@@ -4,7 +4,7 @@ was changed or lost."""
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -26,6 +26,7 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
+from litft.data.masked_parts import masked_ranges
 from litft.data.notes import (
     BLANK,
     CUT,
@@ -343,7 +344,7 @@ class Encoder:
             encoded.turns.append(0)
             if len(cut) < len(sample):
                 encoded.notes.append(CUT)
-            # the end of a block of text is no end of an answer
+            # a sample that is learned whole is a block of text, whose end is no end of an answer
             if supervised[-1] and not all(supervised):
                 encoded.last_token = ids[-1]
         else:
@@ -357,6 +358,7 @@ class Encoder:
         # tokenized as a whole, so that no token depends on the cuts
         cuts = [*range(SPAN, len(text), SPAN)] if example.divided else []
         ids, boundaries = self.tokenizer.encode_with_boundaries(text, cuts)
+        # BOS goes in front and an end token after it, unless the text has them already
         opening = self.tokenizer.encode("") if example.begins else []
         num_added = 0 if ids[: len(opening)] == opening else len(opening)
         if example.ends and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids:
@@ -364,8 +366,8 @@ class Encoder:
             if end is None:
                 end = self.tokenizer.stop_ids[-1]
             ids.append(end)
-        # with BOS and an end token, unless the text already has them
         ids = opening[:num_added] + ids
+        # a sample needs an input and a target
         if len(ids) < 2:
             return
         bounds = [0, *(num_added + boundary for boundary in boundaries), len(ids)]
@@ -409,7 +411,7 @@ class Encoder:
             if clean["content"] != message["content"] and END_TEXT not in encoded.notes:
                 encoded.notes.append(END_TEXT)
             messages.append(clean)
-        # a model that was always trained with a system prompt needs it afterwards, too
+        # for the reports: its system prompt, which the model needs afterwards, too, and its tools
         encoded.describe(messages, example.tools)
         if self.reasoning == "drop":
             messages = drop_reasoning(messages)
@@ -427,6 +429,7 @@ class Encoder:
             # of joined turns, one part may be marked
             has_marked_part = any(not part["train"] for part in turn.get("parts", []))
             is_marked = has_marked_part or not is_learned
+            # where prompts are learned, too, everything is
             if is_marked and not self.mask_prompt and MARK_IGNORED not in encoded.notes:
                 encoded.notes.append(MARK_IGNORED)
         if self.mask_prompt and supervised & empty:
@@ -498,7 +501,8 @@ class Encoder:
             masked = {}
             for turn in rendered.turns:
                 offsets += [turn.start, turn.answer, turn.end]
-                masked[turn.message] = _masked_ranges(
+                # `messages` are cleaned copies, at the same indices: only the originals have parts
+                masked[turn.message] = masked_ranges(
                     turn,
                     example.messages[turn.message].get("parts", []),
                     own_ends=self.tokenizer.end_tokens.special_stops,
@@ -530,7 +534,8 @@ class Encoder:
                     )
                 )
             last = turns[-1]
-            # the template adds no end token: add one
+            # the template adds no end token: add one, in place of what comes after the turn. The
+            # text is encoded again, since its last token may have reached beyond the turn.
             if ids[last.end - 1] not in self.tokenizer.special_ids:
                 text = rendered.turns[-1].text[: rendered.turns[-1].end]
                 ids = [*self.tokenizer.encode(text, bos=False), self.tokenizer.end_id]
@@ -548,45 +553,6 @@ class Encoder:
         if first.isalnum() and (is_line or turn.text.endswith(special, 0, turn.start)):
             return False
         return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
-
-
-def _masked_ranges(
-    turn: Turn, parts: list[dict], own_ends: Sequence[str]
-) -> list[tuple[int, int]]:
-    """Return the ranges of a turn's text that are not learned: parts of a joined message with
-    `train` false.
-
-    A part reaches to the beginning of the next one, the last one to the end of the turn. A part
-    without text is a call.
-    """
-    if not parts:
-        return []
-    starts = []
-    position = turn.answer  # the reasoning belongs to the first part
-    for number, part in enumerate(parts):
-        text = part["text"].strip()
-        if not text and number and not parts[number - 1]["text"].strip():
-            raise ValueError(
-                "the calls of one turn have different weights; give them the same one"
-            )
-        found = turn.text.find(text, position, turn.end)
-        # an end token that the file has after it was removed
-        if found < 0:
-            text = strip_end_token(text, own_ends).strip()
-            found = turn.text.find(text, position, turn.end)
-        if found < 0:
-            raise ValueError(
-                "the chat template changes an answer of which a part is not learned; give it one "
-                "weight"
-            )
-        starts.append(found if number else turn.start)
-        position = found + len(text)
-    ends = [*starts[1:], turn.end]
-    ranges = []
-    for part, start, end in zip(parts, starts, ends, strict=True):
-        if not part["train"]:
-            ranges.append((start, end))
-    return ranges
 
 
 def _prompt_of(example: Example) -> Example:

@@ -345,7 +345,7 @@ def _single_turn(
     answer_field: str,
     context_field: str | None = None,
     prefix: str = "",
-) -> Callable:
+) -> Callable[[Record, str, str], Example]:
     """Return the converter of a format with one question and one answer, given the names of its
     fields."""
 
@@ -353,8 +353,8 @@ def _single_turn(
         tools = read_tools(record.get("tools"), where)
         question = record.get(question_field)
         answer = record.get(answer_field)
+        # both are lists of messages, as in TRL: answers of the prompt are not learned
         if isinstance(question, list) and isinstance(answer, list):
-            # as in TRL, the answers of the prompt are not learned
             prompt = check_messages(question, where)
             for message in prompt:
                 if message["role"] == "assistant":
@@ -373,7 +373,7 @@ def _single_turn(
         reply = {"role": "assistant", "content": text_field(record, answer_field, where)}
         reasoning = {}
         for name in REASONING_FIELDS:
-            if name in record and name != answer_field:
+            if name in record:
                 reasoning[name] = record[name]
         reply |= text_fields(reasoning, where)
         return Example([*messages, reply], tools)
@@ -388,7 +388,7 @@ def _is_pair_of_texts(pair: Any) -> bool:
 
 
 def _history(record: Record, where: str) -> list[Message]:
-    """Return the earlier turns of an Alpaca record: a list of pairs of instruction and answer."""
+    """Return the earlier turns of a record with one answer: pairs of instruction and answer."""
     history = record.get("history")
     if history in (None, "", []):
         return []
@@ -520,32 +520,34 @@ def _integers(record: Record, name: str, where: str) -> list[int]:
     return values
 
 
+# of all formats with one question and one answer
+_OF_SINGLE_TURNS = ("system", "history", *REASONING_FIELDS)
 FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), ("tools",), _messages),
     "sharegpt": Format(("conversations",), ("system", "tools"), _conversations),
     "alpaca": Format(
         ("instruction", "output"),
-        ("input", "system", "history", *REASONING_FIELDS),
+        ("input", *_OF_SINGLE_TURNS),
         _single_turn("instruction", "output", "input"),
     ),
     "dolly": Format(
         ("instruction", "response"),
-        ("context", *REASONING_FIELDS),
+        ("context", *_OF_SINGLE_TURNS),
         _single_turn("instruction", "response", "context"),
     ),
     "prompt": Format(
         ("prompt", "completion"),
-        ("system", *REASONING_FIELDS),
+        _OF_SINGLE_TURNS,
         _single_turn("prompt", "completion"),
     ),
     "question": Format(
         ("question", "answer"),
-        ("system", *REASONING_FIELDS),
+        _OF_SINGLE_TURNS,
         _single_turn("question", "answer"),
     ),
     "summary": Format(
         ("dialogue", "summary"),
-        (),
+        _OF_SINGLE_TURNS,
         _single_turn("dialogue", "summary", prefix="Summarize this dialogue:\n\n"),
     ),
     "text": Format(("text",), ("begins", "ends"), _text),

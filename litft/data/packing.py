@@ -292,7 +292,6 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     positions = torch.zeros(shape, dtype=torch.int64)
     targets = torch.full(shape, IGNORED)
     documents = torch.full(shape, -1)
-    numbers = torch.zeros(shape, dtype=torch.int64)
     count = 0
     samples = []
     for row, row_samples in enumerate(rows):
@@ -306,12 +305,12 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
                 document = slice(start, start + length)
                 positions[row, document] = torch.arange(length)
                 documents[row, document] = count
-                numbers[row, document] = count
                 start = start + length
                 count = count + 1
     target_indices = target_indices_of(targets)
     if any(sample.is_preference for sample in samples):
-        sequences = _sequences(numbers, samples)
+        # as indices: padding, which has no target, counts for the first document
+        sequences = _sequences(documents.clamp(min=0), samples)
     else:
         sequences = None
     if samples and samples[0].advantage is not None:

@@ -90,6 +90,7 @@ def to_preferences(
         if kind == "pairs":
             return [Preference((better, worse))]
         return [Preference((better,), True), Preference((worse,), False)]
+    # also a label of another meaning, which `_label` refuses by its value
     if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
         answer = Example(_masked(messages, shared), tools, variables)
@@ -169,11 +170,12 @@ def _label(value: Any, where: str) -> bool:
 
 def _dialogue(record: Record, name: str, where: str, template: str) -> Dialogue:
     """Return the prompt with the answer in field `name`, which may be a whole dialogue."""
-    question = _question(record, where, template)
+    question = _prompt_field(record, where, template)
     answer = _answer(record[name], f"{where}: {name}", is_dialogue=not question)
     if _has_prompt(answer):
-        return Dialogue(_with_system(answer, record, where), None)
-    prompt = question or _conversation(record, where, template)
+        return Dialogue(_with_system(answer, record, where), num_prompt=None)
+    # a field such as `question` comes before a list such as `messages`
+    prompt = question or _message_list(record, where, template)
     if not prompt:
         raise ValueError(
             f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it"
@@ -190,7 +192,7 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
     """Return a dialogue whose last turn is the labelled answer, and how many messages come before
     it."""
     if record.get("completion") is None:
-        dialogue = _with_system(_conversation(record, where, template), record, where)
+        dialogue = _with_system(_message_list(record, where, template), record, where)
         if not dialogue or dialogue[-1]["role"] != "assistant":
             raise ValueError(
                 f"{where}: there is no answer; give the field completion, or messages that end "
@@ -209,7 +211,7 @@ def _labelled(record: Record, where: str, template: str) -> tuple[list[Message],
     return messages, num_before
 
 
-def _question(record: Record, where: str, template: str) -> list[Message]:
+def _prompt_field(record: Record, where: str, template: str) -> list[Message]:
     """Return the prompt of a record with a separate field for it, else an empty list."""
     name = _name_of_question(record)
     if name is None:
@@ -229,7 +231,7 @@ def _question(record: Record, where: str, template: str) -> list[Message]:
     ]
 
 
-def _conversation(record: Record, where: str, template: str) -> list[Message]:
+def _message_list(record: Record, where: str, template: str) -> list[Message]:
     """Return the messages of `conversations` or `messages`; an empty list without either."""
     for name, form in CONVERSATIONS.items():
         if record.get(name):

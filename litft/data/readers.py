@@ -543,7 +543,7 @@ def _plain(path: Path, file: io.BufferedIOBase) -> Records:
             )
             text = text[cut:]
             number = number + 1
-    # after earlier parts, an empty last one still says that the text ends
+    # after earlier parts, a last one of spaces alone still says that the text ends
     if text.strip() or number:
         yield f"{path}, part {number}", {"text": text, "begins": number == 0, "ends": True}
 

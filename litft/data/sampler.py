@@ -95,8 +95,9 @@ def largest_micro_batch(
     """Return the largest micro-batch of a run over `num_samples` samples in steps of `batch_size`,
     from position `first`.
 
-    Steps are ranked by an estimate from their total and longest lengths; in long runs only the
-    largest ones are laid out.
+    num_samples: the position at which the run ends, also if `first` is above 0. Steps are ranked by
+    an estimate from their total and longest lengths; in long runs only the largest ones are laid
+    out.
     """
     indices = np.array(order.indices(first, min(num_samples, first + MAX_RANKED)))
     starts = np.arange(0, len(indices), batch_size)
@@ -104,7 +105,7 @@ def largest_micro_batch(
     num_candidates = max(16, MAX_LAID_OUT // batch_size)
     candidates = np.argsort(-estimates, kind="stable")[:num_candidates]
 
-    # the exact numbers, of the steps with the largest estimates
+    # the exact slots (tokens with padding) and numbers, of the steps with the largest estimates
     rows = []
     max_slots = 0
     max_targets = 0

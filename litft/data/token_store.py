@@ -347,6 +347,7 @@ class TokenStore:
             sizes=sizes,
             supervised=np.where(of_text, sizes - 1, self.supervised[entry]),
             digests=self.digests[entry],
+            # 0 for a window of a text: `Samples.digests` computes its hash when it is needed
             units=np.where(of_text, np.uint64(0), self.units[entry]),
             turns=self.turns[entry],
             first_sizes=self.first_sizes[entry],

@@ -246,6 +246,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         text = prompt + text[len(before) :]
         start = len(prompt)
         places = replace(places, first=places.first + start - len(before))
+    # gpt-oss: the prompt has another history than the text before the turn, and replaces it
     prompt = _prompt_of_other_history(rendering, text, start, places.first)
     if prompt is not None:
         text = prompt + text[start:]
@@ -267,8 +268,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     text, end = turn_end(rendering, text, places.tail, ends)
     check_complete(rendering, text[start:end], places)
 
-    # an empty thought that reaches into the content was written by the record, not the template
-    # the white space after one may be the answer's own
+    # an empty thought that reaches into the content is the record's, not the template's; white
+    # space after it may be the answer's own
     empty = EMPTY_THOUGHT.match(text, start, end)
     if empty and start + len(empty[0].rstrip()) > places.first:
         empty = None
@@ -280,7 +281,6 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         _check_single_thought(text, start, has_empty=bool(empty))
         answer = _answer_start(rendering, text, max(start, places.first), ends)
         _check_calls_after_thought(rendering, text[answer:end])
-        empty = None
     else:
         if empty:
             thought_end = min(empty.end(), places.first)

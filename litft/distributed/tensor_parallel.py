@@ -49,8 +49,8 @@ MAX_SUGGESTED_PROCESSES = 64
 
 
 def check_divides(config: Config, processes: int) -> None:
-    """Raise ValueError naming the sizes of the model that cannot be split evenly over so many
-    processes."""
+    """Raise ValueError if a model has layers that cannot be split, or sizes that cannot be split
+    evenly over so many processes."""
     for layer in config.layers:
         if layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity:
             reason = (
@@ -63,20 +63,20 @@ def check_divides(config: Config, processes: int) -> None:
             )
 
     # sizes that must be multiples of the number of processes
-    counts = {"num_attention_heads": config.n_heads}
-    if not all(layer.experts or layer.hidden_dim for layer in config.layers):
-        counts["the MLP's hidden size"] = config.hidden_dim
+    counts = [("num_attention_heads", config.n_heads)]
     for layer in config.layers:
-        if layer.hidden_dim:
-            counts["the hidden size of some layers"] = layer.hidden_dim
         if layer.experts:
-            counts["an expert's hidden size"] = layer.experts.hidden_dim
-            counts["the shared expert's hidden size"] = layer.experts.shared_dim
+            counts.append(("an expert's hidden size", layer.experts.hidden_dim))
+            counts.append(("the shared expert's hidden size", layer.experts.shared_dim))
+        if layer.hidden_dim:
+            counts.append(("the hidden size of some layers", layer.hidden_dim))
+        elif not layer.experts:
+            counts.append(("the MLP's hidden size", config.hidden_dim))
 
     def uneven(processes: int) -> list[str]:
         kv_heads = config.n_kv_heads  # several processes may share one
         sizes = []
-        for name, count in counts.items():
+        for name, count in dict.fromkeys(counts):
             if count % processes:
                 sizes.append(f"{name} {count}")
         if kv_heads % processes and processes % kv_heads:
@@ -241,7 +241,7 @@ class RowParallel(nn.Module):
     def forward(self, x: Tensor, *inputs) -> Tensor:
         return all_reduce_sum(super().forward(x, *inputs))
 
-    def sum_over_ranks(self, squares: Tensor) -> Tensor:
+    def sum_over_processes(self, squares: Tensor) -> Tensor:
         """Return the squared norms (out,) of full rows from those of row shards; overrides DoRA's
         method."""
         return all_reduce_sum(squares)

@@ -296,7 +296,7 @@ def _apply_overrides(
     for name, value in asdict(requested).items():
         if (value != defaults[name] or f"data.{name}" in given) and name != "path":
             overrides[name] = value
-    # the result has the template of the training, which the file may have no more
+    # a template's file may have changed since: the copy in the run's model folder is used
     if "template" not in overrides and trained_data.template not in ("auto", *STYLES):
         overrides["template"] = "auto"
 

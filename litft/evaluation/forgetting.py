@@ -106,14 +106,14 @@ def loss_parts(
     samples: Sequence[Sample],
     layout: BatchLayout,
     rank: int = 0,
-    sum_over_ranks: Sum = lambda values: values,
+    sum_over_processes: Sum = lambda values: values,
     before_batch: Callable[[], object] = lambda: None,
 ) -> dict[Key, Part]:
     """Return what each sample adds to the loss per token: every process takes part."""
     log_probs, _ = sample_log_probs(
         model, samples, layout, model.device, rank, before_batch
     )
-    losses = sum_over_ranks(-log_probs).tolist()
+    losses = sum_over_processes(-log_probs).tolist()
     parts: dict[Key, Part] = {}
     for number, (loss, sample) in enumerate(zip(losses, samples, strict=True)):
         parts[(number,)] = Part(loss, float(sample.supervised))

@@ -187,17 +187,17 @@ def _about(info: CardInfo) -> Iterator[str]:
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
         objective = OBJECTIVES[info.args.objective]
-        what = LEARNED_FROM.get(objective.name, " from preferences")
+        source = LEARNED_FROM.get(objective.name, " from preferences")
         method += (
-            f"{what} with {objective.title} "
+            f"{source} with {objective.title} "
             f"([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
         )
     if info.args or info.source.adapter:
         if info.source.adapter:
-            what = "An adapter for"
+            kind = "An adapter for"
         else:
-            what = "A model derived from"
-        yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
+            kind = "A model derived from"
+        yield f"{kind} {link}{commit}, trained{method} with litft {__version__}.\n"
     elif base:
         yield f"A model derived from {link}{commit}.\n"
     # an earlier run is part of what the model has learned
@@ -207,6 +207,7 @@ def _about(info: CardInfo) -> Iterator[str]:
             f"The training continued from an adapter, `{earlier.folder.name}`, of an earlier run; "
             "the data and settings below are those of the last run.\n"
         )
+    # without a licence, the text refers to the base model, which must then be named
     if info.licence or base or info.args:
         yield f"Licence: {_licence_text(info.licence)}.\n"
 

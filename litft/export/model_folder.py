@@ -58,7 +58,7 @@ def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
         # another process may have filled it before this one had the lock
         _check_is_free(out, out_dir)
         fill(partial)
-        # or what somebody has put there meanwhile would be deleted
+        # what somebody has put there meanwhile would be deleted
         _check_is_free(out, out_dir)
     return Path(out_dir)
 

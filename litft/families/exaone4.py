@@ -28,14 +28,16 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     """Return the layers, every fourth of which has full attention without RoPE; without any window
     all have RoPE."""
     pattern = hf.get("sliding_window_pattern", 4)
+    # a missing window is that of transformers' Exaone4Config; null means none
     hf = {"sliding_window": 4096, **hf}
-    if hf["sliding_window"] is None:
+    if not hf["sliding_window"]:
         return base.layers
 
     def is_sliding(index: int) -> bool:
         # published files have LLLG: three local layers, one global
-        if isinstance(pattern, str):
+        if pattern and isinstance(pattern, str):
             return pattern[index % len(pattern)] == "L"
+        # null or 0: no layer has full attention
         return not pattern or (index + 1) % pattern != 0
 
     windows = llama.layer_windows(hf, is_sliding)

@@ -33,8 +33,8 @@ def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
             f"--out {path} exists; --resume continues it, --overwrite replaces it"
         )
     # a line that a crash has cut short is generated again
-    complete = path.read_bytes().rpartition(b"\n")
-    lines = complete[0].split(b"\n") if complete[1] else []
+    complete, newline, _ = path.read_bytes().rpartition(b"\n")
+    lines = complete.split(b"\n") if newline else []
     for number, line in enumerate(lines):
         if number >= len(records) or not _is_answer(
             line, records[number], args.num_samples
@@ -47,7 +47,7 @@ def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
 
     _check_settings(args, path)
     # only now, when every line is known to belong to these prompts
-    os.truncate(path, len(complete[0] + complete[1]))
+    os.truncate(path, len(complete + newline))
     return len(lines)
 
 

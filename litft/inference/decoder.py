@@ -93,6 +93,7 @@ class Decoder:
             self._forward_chunk, self._forward_token = compile_forward(model)
 
     def _allocate(self, rows: int, capacity: int) -> None:
+        """Make an empty cache of so many rows, and what refers to its memory."""
         self.capacity = min(capacity, self.model.config.max_positions)
         devices = self.model.block_devices
         self.cache = KVCache(
@@ -104,7 +105,8 @@ class Decoder:
         for row, view in enumerate(self.views):
             self._span_views[row, row + 1] = view
         self._span_views[0, rows] = self.cache
-        # by number of keys; a recorded pass reads the same tensor in each call
+        # those of `_key_positions`, by number of keys: a recorded CUDA graph reads the same tensor
+        # in each call
         self._key_ranges: dict[int, Tensor] = {}
 
     def reserve(self, tokens: int) -> None:
@@ -262,13 +264,13 @@ class Decoder:
         prompt = states.prompt
         start = snapshot.length if snapshot else 0
         self._restore(row, start, snapshot)
-        # `_restore` forgets the snapshots; that of the prompt is still valid
+        # `_restore` forgets the snapshots; that of the prompt is valid, since `truncate` has
+        # dropped it if the text was cut before its end
         self.states[row].prompt = prompt
         self.texts[row] = ids[:start]
         self.lengths[row] = start
         for first in range(start, length, PREFILL_CHUNK):
-            piece = ids[first : min(first + PREFILL_CHUNK, length)]
-            self._extend(row, piece, last_only=True)
+            self._extend(row, ids[first : first + PREFILL_CHUNK], last_only=True)
 
     def extend(self, row: int, ids: Sequence[int]) -> Tensor:
         """Append T tokens to a row; return the fp32 logits (T, V) after each of them.
@@ -294,6 +296,7 @@ class Decoder:
         length = self.lengths[row]
         positions = None
         cache.length = length
+        # the pass has one row: no other one is idle, whose states would have to stay
         cache.active = None
         if self._length_rope is not None:
             cache.max_length = self.max_length[row]
@@ -303,6 +306,7 @@ class Decoder:
             cache.key_positions = self._key_positions(length + len(ids))
             positions = torch.arange(length, length + len(ids))[None].to(self.device)
 
+        # until the pass has succeeded, it is unknown how many tokens the states contain
         self._invalidate_states([row])
         logits = self._forward(
             self._forward_chunk,
@@ -317,7 +321,7 @@ class Decoder:
         self.processed += len(ids)
         if self.states:
             self.states[row].length = self.lengths[row]
-        # a copy can be modified outside inference mode
+        # a copy from outside of inference mode, which callers may modify
         return logits[0].to(torch.float32, copy=True)
 
     def _invalidate_states(self, rows: Iterable[int]) -> None:

@@ -136,11 +136,12 @@ class Answer:
     """
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer, max_tokens: int, start_time: float
+        self, request: Request, tokenizer: Tokenizer, room: int, start_time: float
     ) -> None:
         self.request = request
         self.tokenizer = tokenizer
-        self.max_tokens = max_tokens
+        # tokens that the cache has left after the prompt
+        self.room = room
         self.start_time = start_time
         self.detokenizer = Detokenizer(tokenizer, request.ids)
         self.pending: list[TextPiece] = []  # text that may start a stop text
@@ -167,7 +168,7 @@ class Answer:
 
         if stats.new_tokens >= request.max_new_tokens:
             self.finish_reason = "length"
-        elif stats.new_tokens >= self.max_tokens:
+        elif stats.new_tokens >= self.room:
             self.finish_reason = "context"
 
         # A special token is text of its own: it ends the incomplete characters before it, and is

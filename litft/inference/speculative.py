@@ -127,8 +127,8 @@ def speculative_rounds(
     """Continue the decoder's only row, whose text is followed by `logits` (V,), until the cache is
     full."""
     next_token = _sample(sampler, logits)
-    yield Verified([next_token], _logprobs(logits[None], [next_token]), 0)
-    # `text` is what the cache holds; `next_token` is sampled, but not in the cache yet
+    yield Verified([next_token], _logprobs(logits[None], [next_token]), drafted=0)
+    # when a round begins, `text` is what the cache holds, and `next_token` is not in it yet
     text = list(decoder.texts[0])
     while (room := decoder.capacity - len(text)) > 0:
         text.append(next_token)
@@ -152,7 +152,7 @@ def speculative_rounds(
         # forget the rejected drafts; the last verified token is the next round's `next_token`
         decoder.truncate(0, len(text) + len(verified) - 1)
         text += verified[:-1]
-        yield Verified(verified, _logprobs(logits, verified), len(tokens))
+        yield Verified(verified, _logprobs(logits, verified), drafted=len(tokens))
 
 
 def _sample(sampler: TokenSampler, logits: Tensor) -> int:
@@ -164,11 +164,14 @@ def _verify(
 ) -> tuple[bool, int]:
     """Return whether a draft token is accepted, and the next token: the draft or a replacement."""
     if draft is None:
-        return False, _sample(sampler, logits)
+        return False, _sample(sampler, logits)  # the sampler counts the token, too
     p = sampler.distribution(logits[None])
-    # a draft without a distribution was certain: q is one-hot
-    q = torch.zeros_like(p[0]).index_fill_(0, torch.tensor(draft, device=p.device), 1.0)
-    q = q if draft_probs is None else draft_probs
+    if draft_probs is None:
+        # a draft without a distribution was certain: q is one-hot
+        certain = torch.tensor(draft, device=p.device)
+        q = torch.zeros_like(p[0]).index_fill_(0, certain, 1.0)
+    else:
+        q = draft_probs
     # with probability min(1, p / q), without a division
     accepted = bool(sampler.uniforms()[0, 0] * q[draft] < p[0, draft])
     if accepted:

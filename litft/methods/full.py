@@ -91,6 +91,7 @@ class Full(Method):
         """Append rows for the new tokens to embedding and head."""
         head = model.lm_head
         self.base_vocab_size = model.embed.weight.size(0)
+        # 0 if the new tokens have unused rows; `reset_parameters` fills the rows that are added
         num_new = max(0, max(self.tokens) + 1 - self.base_vocab_size)
 
         row_padding = (0, 0, 0, num_new)

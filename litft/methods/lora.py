@@ -462,6 +462,7 @@ def _unadapted_linears(
     model = source.outline
     # the norms must be those of the weights as the run has seen them: quantized in its precision
     kind = run_record.get("quantize")
+    # fp32 otherwise: bf16-true is for full fine-tuning alone
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = dtypes.get(str(run_record.get("precision")), torch.float32)
 

@@ -58,6 +58,7 @@ class LoRALinear(Mixin, LowRankUpdate):
         self.lora_scale = scale
         self.lora_dropout = dropout
         self.init = init
+        # of DoRA alone, set by `reset_parameters`
         self.base_row_squares = None
 
         def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
@@ -246,9 +247,9 @@ class LoRALinear(Mixin, LowRankUpdate):
             + scale * scale * ((b @ (a @ a.mT)) * b).sum(-1)
         )
         # rounding can make the square of a small norm negative
-        return self.sum_over_ranks(squares).clamp(min=0).sqrt()
+        return self.sum_over_processes(squares).clamp(min=0).sqrt()
 
-    def sum_over_ranks(self, squares: Tensor) -> Tensor:
+    def sum_over_processes(self, squares: Tensor) -> Tensor:
         """Return the squared norms of full rows, (out,), or (E, out) for experts, given those of
         this process's part of each row.
 

@@ -257,8 +257,10 @@ def _attend_varlen(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """Run the GPU kernel for packed sequences, which computes no scores between documents. None:
-    each row is one document."""
+    """Run the GPU kernel for packed sequences, which computes no scores between documents.
+
+    documents None: each row is one document.
+    """
     cu_seqlens = _cu_seqlens(q, documents)
     batch, _, length, head_dim = q.shape
     # an upper bound changes no result, but every document gets thread blocks for that many tokens
@@ -369,9 +371,10 @@ def _attend_flex(
 ) -> Tensor:
     """Run FlexAttention (arXiv 2412.05496) with softcapped scores; the log-sum-exp then adds the
     sinks to each softmax."""
-    # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
+    # A memory plan counts the bytes that are kept, and FlexAttention's kernel exists in compiled
+    # code alone. It keeps what the kernel for packed sequences keeps, whatever is masked.
     if is_planned():
-        return _attend_varlen(q, k, v, None, None, scale)
+        return _attend_varlen(q, k, v, documents=None, window=None, scale=scale)
     score_mod = None
     if softcap is not None:
         cap = q.new_full((), softcap, dtype=torch.float32)

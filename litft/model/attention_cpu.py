@@ -98,13 +98,14 @@ def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> Docum
     grouped = _group_by_length(bounds, score_heads)
     index = []
     padding = []
+    # a group has the (length, start) of each of its documents
     for group in grouped:
         # the first document of a group is its longest, to which the others are padded
         lengths, starts = torch.tensor(group)[:, :, None, None].unbind(1)  # (N, 1, 1)
         position = torch.arange(group[0][0])
         head = torch.arange(heads)[:, None]
+        # positions after the end read the last token again: any valid index will do there;
         # (N, heads, length)
-        # positions after the end read the last token again: any valid index will do there
         index.append(((starts + position.minimum(lengths - 1)) * heads + head).flatten())
         padding.append((position >= lengths).expand(-1, heads, -1).flatten())
     gather_index = torch.cat(index)
@@ -191,7 +192,7 @@ def attend_documents(
     masked. This is one operator for autograd and the compiler because the number of documents
     depends on the data.
     """
-    groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), 1)
+    groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), heads=1)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     outputs = []
     log_sums = []
@@ -223,9 +224,11 @@ def attend_documents_backward(
     """
     batch, heads, _, width = q.shape
     bounds = tuple(cu_seqlens.tolist())
+    # twice as fast as torch's kernel, but without windows
     if q.dtype == torch.bfloat16 and not window:
         return _bf16_gradients(grad, q, k, v, out, lse, bounds, scale)
-    groups = _make_groups(bounds, heads, 1)
+    # a row for each token, with all its heads
+    groups = _make_groups(bounds, heads, heads=1)
     rows = [groups.gather(_by_token(x)) for x in (grad, q, k, v, out, lse)]
     # with a gradient of 0, the repeated tokens add nothing to the gradients of keys and values
     groups.zero_padding_(rows[0])
@@ -296,7 +299,8 @@ def _bf16_gradients(
     q_groups = _make_groups(bounds, q.size(1), q.size(1))
     kv_groups = _make_groups(bounds, q.size(1), k.size(1))
 
-    # [scale q | -lse] times [k | 1, 1, 1] is the score minus lse; three columns hold lse in bf16
+    # [scale q | -lse] times [k | 1, 1, 1] is the score minus lse; three columns hold lse in bf16.
+    # It is divided by score_scale, which the product is multiplied by afterwards.
     minus_lse = _by_token(lse).flatten() / -score_scale
     queries = q_groups.gather(_with_terms(_by_head(q) * query_scale, minus_lse))
     # [dO | -rowsum(dO * O)] times [v | 1, 1, 1] is the second factor of dS
@@ -364,7 +368,8 @@ def _group_gradients(
     """Write a group's gradients into d_q, d_k and d_v.
 
     query, d_out and d_q are (N K, H / K, length, W); key, value, d_k and d_v are (N K, 1, length,
-    W).
+    W). W is the head's width and the extra columns, of which those of query hold -lse. scale: 1 if
+    query contains it.
     """
     key = key[:, 0]  # (N K, length, W)
     value = value[:, 0]
@@ -379,10 +384,10 @@ def _group_gradients(
         block_q = query[:, :, start:stop].reshape(len(key), -1, key.size(-1))
         block_d_out = d_out[:, :, start:stop].reshape(block_q.shape)
         # only the keys up to the last query of the block are computed
-        # lse is subtracted in the product, so that exp gives probabilities without a division
         probs = torch.bmm(block_q, key[:, :stop].mT)  # (N K, H / K * n, S)
         if scale != 1:
             probs.mul_(scale)
+        # lse is subtracted in the product, so that exp gives probabilities without a division
         probs.exp_()
         # query i of the block is token start + i, which sees the keys up to itself
         probs.view(-1, stop - start, stop).tril_(start)
@@ -473,7 +478,7 @@ def eager_attend_documents(
 ) -> Tensor:
     """Run `eager_attention` of q (B, H, T, D), k and v (B, K, T, D) on each group of documents;
     return (B, H, T, D)."""
-    groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), 1)
+    groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), heads=1)
     outputs = []
     for queries, keys, values in groups.per_group(q, k, v):
         mask = attention_mask(queries, keys, None, window)

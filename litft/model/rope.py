@@ -70,7 +70,7 @@ def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
         high = math.ceil(high)
     low = max(low, 0)
     high = min(high, rope.dim - 1)
-    # as in transformers: not 0, and negative for a context below one turn of every pair
+    # as in transformers: not 0; in a context so short that `high` is below `low`, negative
     width = (high - low) or 0.001
     slowed_share = ((torch.arange(rope.dim // 2, dtype=torch.float32) - low) / width).clamp(
         0, 1
@@ -204,10 +204,12 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as `rotate` does. It writes into tensors, so callers keep it out of autograd."""
     width = cos.size(-1)
     half = width // 2
     # decode step: as few operations as possible
     if x.size(2) == 1 and x.size(-1) == width:
+        # `roll` exchanges the halves of x * sin, as the two additions below do
         return (x * cos).add_((x * sin).roll(half, -1))
 
     # the entries beyond the rotated ones are copied

@@ -73,11 +73,7 @@ class RopeConfig:
         share of a head that is rotated; None means all of it. Raises ValueError for an unsupported
         rope type or missing or invalid parameters.
         """
-        scaling = {}
-        for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items():
-            if v is not None:
-                scaling[k] = v
-
+        scaling = _stated(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
         rope_type = scaling.get("rope_type", scaling.get("type", "default"))
         rotated_share = _rotated_share(hf, scaling, rope_type, fraction)
         if rope_type == "proportional":
@@ -93,7 +89,8 @@ class RopeConfig:
                 f"{', '.join(ROPE_TYPES)}"
             )
         _check_complete(rope_type, scaling)
-        _check_rope(scaling, dim)
+        theta = float(scaling.get("rope_theta", hf.get("rope_theta") or theta))
+        _check_rope(scaling, dim, theta)
 
         max_positions = hf.get("max_position_embeddings", 2048)
         original_max_positions = hf.get("original_max_position_embeddings") or scaling.get(
@@ -106,7 +103,7 @@ class RopeConfig:
         factor = scaling.get("factor", default_factor)
         specific = {name: scaling[name] for name in _TYPE_SPECIFIC if name in scaling}
         return cls(
-            theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
+            theta=theta,
             dim=dim,
             fraction=float(fraction),
             rope_type=rope_type,
@@ -144,6 +141,11 @@ def _turning_point(
     if rope_type in ("default", "linear") and not scaling.get("llama_4_scaling_beta"):
         return max_positions
     return trained_positions
+
+
+def _stated(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters that are not null."""
+    return {name: value for name, value in parameters.items() if value is not None}
 
 
 def _rotated_share(
@@ -212,14 +214,13 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
     return max(max_positions, round(original * factor))
 
 
-def _check_rope(scaling: dict[str, Any], dim: int) -> None:
+def _check_rope(scaling: dict[str, Any], dim: int, theta: float) -> None:
     """Raise ValueError with every rope parameter that makes an angle undefined, or does not fit the
     rotated entries."""
     problems = []
     # yarn divides by the logarithm of theta, llama3 by the difference of the two factors
-    theta = scaling.get("rope_theta", 10000)
     if theta <= 1:
-        problems.append(f"rope_theta {theta} (must be above 1)")
+        problems.append(f"rope_theta {theta:g} (must be above 1)")
     low = scaling.get("low_freq_factor", 1)
     high = scaling.get("high_freq_factor", 4)
     if low >= high:

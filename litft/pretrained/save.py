@@ -140,14 +140,15 @@ def model_entries(
         replacement = result.replacement(name, base) if result else None
         if replacement is not None:
             return _rounded(replacement, name, written_dtype(name))
-        # an untied head has no tensor yet
+        # a head that the method has untied: the base has the embedding alone, from which it began
         mapping, index = locations[name if name in locations else "embed.weight"]
         tensor = read(mapping)[index]
         if result is not None:
             tensor = result.tensor(name, tensor, base)
         return _rounded(tensor, name, written_dtype(name))
 
-    @lru_cache(maxsize=1)  # as are the experts of a stack
+    # the experts of a stack are requested in sequence, too
+    @lru_cache(maxsize=1)
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([litft_tensor(name) for name in mapping.sources])
 
@@ -271,24 +272,25 @@ def _with_other_parts(
     # from the names of the language model alone to those in the multimodal checkpoint
     stored = {}
     parameters = []
-    language_model = set()
+    names_of_text = set()
     for mapping in whole.checked_mappings:
         stored[mapping.targets] = mapping.sources
         parameters += mapping.targets
-        language_model.update(mapping.sources)
+        names_of_text.update(mapping.sources)
     names = {}
+    # a mapping to files has as sources the litft names that one from files has as targets
     for mapping in mappings_to_hf(whole.rules_of_files, parameters):
         names |= zip(mapping.targets, stored[mapping.sources], strict=True)
     written = []
     for entry in entries:
         name = names.get(entry.name, entry.name)
         written.append(entry._replace(name=name))
-        language_model.add(name)
+        names_of_text.add(name)
 
     # a tied head may be stored a second time, with the values before training
     read = whole.checkpoint.read
     for name in whole.checkpoint.names:
-        if name not in language_model and not name.endswith("lm_head.weight"):
+        if name not in names_of_text and not name.endswith("lm_head.weight"):
             written.append(
                 LazyTensor(name, whole.checkpoint.meta(name), partial(read, name))
             )

@@ -92,6 +92,7 @@ class Engine:
                 for number, item in zip(numbers, requests, strict=True)
             ]
             self._jobs |= {job.number: job for job in jobs}
+        # `_waiting` belongs to the engine's thread, which the command also wakes
         self._commands.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return numbers
 
@@ -161,7 +162,9 @@ class Engine:
                 print(f"error: {error}", file=sys.stderr)
                 os._exit(2)
             traceback.print_exc()
-            # or their clients would wait forever
+            # first, so that no further request waits for an answer
+            with self._lock:
+                self.alive = False
             for number in list(self._jobs):
                 self._finish(number, error)
         finally:

@@ -195,7 +195,7 @@ class ApiRequest(BaseModel):
         first_seed = None if sampling.seed is None else sampling.seed % 2**64
         requests = []
         for ids in self._checked_prompts(session, capacity):
-            # limits that are not set are None
+            # limits that are not set are None; none is 0: a checked prompt leaves room
             max_tokens = min(
                 filter(None, (capacity - len(ids), self.max_new_tokens, limit))
             )

@@ -247,7 +247,7 @@ class BeforeAfter:
                 samples,
                 layout,
                 rank=self.fabric.global_rank,
-                sum_over_ranks=lambda values: sum_over_processes(self.fabric, values),
+                sum_over_processes=lambda values: sum_over_processes(self.fabric, values),
                 before_batch=self.before_batch,
             )
         finally:

@@ -81,10 +81,11 @@ class LogProbFile:
         """Set the rows of `values` that the file has, and remove an incomplete last row from the
         file."""
         rows = self.rows()
-        # or the next row would be appended to half a row
+        # the next row would be appended to half a row
         if self.path.is_file():
             with self.path.open("r+b") as file:
                 file.truncate(self._num_complete() * self.row.itemsize)
+        # none is expected: the file's name has a hash of all that the values depend on
         rows = rows[(rows["index"] >= 0) & (rows["index"] < len(values))]
         values[rows["index"]] = rows["values"]
 

@@ -26,9 +26,10 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
     )
     train = schedule.data.train
     last = schedule.group_size * min(count, schedule.order.epoch_size)
+    # a prompt is there group_size times in a row, and is shown once
     numbers = list(dict.fromkeys(schedule.order.indices(0, last)))
-    # the order may have no example of a path among its first ones
-    if len(train.stores) > 1 and count:  # at least one of each path
+    # at least one of each path: the order may have none of it among its first ones
+    if len(train.stores) > 1 and count:
         missing = set(train.store_numbers.tolist())
         for number in numbers:
             missing.discard(int(train.store_numbers[number]))

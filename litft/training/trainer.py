@@ -412,10 +412,11 @@ class Trainer:
         """
         validation = self.validation
         step = self.step
-        has_answers = any(item["step"] == step for item in validation.answers)
+        # what is queued on the device still belongs to the time of the steps
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
             self._measure()
+            has_answers = any(item["step"] == step for item in validation.answers)
             if not has_answers:
                 self._show_answers()
             is_best = self.args.save.best and step > 0 and validation.best == step

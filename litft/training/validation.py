@@ -392,10 +392,11 @@ class Validation:
         # the other scores, then the loss of each named set, as in `columns`
         self.losses[step] = together[0]
         others = together[1:]
+        # without named sets there is one, whose loss is in `losses` already
         if self.sets:
             # the loss, or, of rewards, the first score: the loss is minus the reward
-            shown = 0 if self.rollouts is None else 1
-            others += [scores[shown] for scores in by_set]
+            column = 0 if self.rollouts is None else 1
+            others += [scores[column] for scores in by_set]
         columns = {}
         for column, score in zip(self.columns, others, strict=True):
             if not math.isnan(score):

@@ -19,6 +19,7 @@ from litft.args import parser
 from litft.args.aliases import ALIASES, BETAS, hint_for_flag
 from litft.args.build_parser import PRINT_CONFIG, parser_of
 from litft.args.finetune_methods import FINETUNE, LoRAFinetuneArgs
+from litft.args.flag_names import full_flag
 from litft.args.flag_types import types_of_flags
 from litft.args.ignored import ignored_flags
 from litft.args.keywords import from_keywords
@@ -866,7 +867,7 @@ def test_flags_of_other_programs_are_translated(capsys):
         words = alias.flags.split()
         names = [word.removeprefix("--") for word in words if word.startswith("--")]
         assert (names or alias.note) and set(names) <= types.keys(), name
-        assert parser._full_name(name, types) not in types, f"{name} is a flag here"
+        assert full_flag(name, types) not in types, f"{name} is a flag here"
         value = "N" if alias.times else "7" if alias.limit > 7 else "VALUE"
         assert alias.flags.format(value=value, **BETAS) in hint_for_flag(name, "7")
     with pytest.raises(ValueError) as error:

@@ -172,13 +172,14 @@ def test_dimensions_that_do_not_divide_are_named(checkpoints, folders):
     moe = resolve(folders["qwen2_moe: some dense, renormalized"]).config
     with pytest.raises(
         ValueError,
-        match="the MLP's hidden size 56, an expert's hidden size 24, the shared expert's",
+        match="an expert's hidden size 24, the shared expert's hidden size 16, the MLP's hidden",
     ):
         check_divides(moe, 64)
     # two key/value heads, each on two processes
     config = resolve(folders["llama: grouped"]).config
     check_divides(config, 4)
-    # a layer with a size of its own
-    layers = (replace(config.layers[0], hidden_dim=50), *config.layers[1:])
+    # layers with sizes of their own, of which only the first does not divide
+    first, second, *others = config.layers
+    layers = (replace(first, hidden_dim=50), replace(second, hidden_dim=48), *others)
     with pytest.raises(ValueError, match="the hidden size of some layers 50"):
         check_divides(replace(config, layers=layers), 4)

@@ -274,7 +274,7 @@ class GgufArchitecture:
             rope["rope_scaling"] = {"rope_type": "longrope", "type": "longrope", **scaling}
             rope["rope_scaling"] |= self._attention_factor(hf, original_length)
         elif FREQS in self.factors:
-            rope["rope_scaling"] = self._llama3_scaling(hf.get("rope_theta", 1e4))
+            rope["rope_scaling"] = self._scaling_of_divisors(hf.get("rope_theta", 1e4))
         elif kind in ("linear", "yarn"):
             scaling = {"rope_type": kind, "factor": factor or 1.0} | self._yarn_factor(kind)
             if kind == "yarn":
@@ -340,7 +340,7 @@ class GgufArchitecture:
             return {}
         return {"attention_factor": stated}
 
-    def _llama3_scaling(self, theta: float) -> dict[str, Any]:
+    def _scaling_of_divisors(self, theta: float) -> dict[str, Any]:
         """Return the scaling with these divisors: Llama 3.1's, Gemma 4's, or an equivalent longrope
         scaling."""
         divisors = self.factors[FREQS].float()
@@ -354,9 +354,8 @@ class GgufArchitecture:
             }
         # Llama 3.1's divisors, if its formula gives the same ones
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
-        rope = RopeConfig.from_hf(
-            {"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors)
-        )
+        head_dim = 2 * len(divisors)  # one divisor for a pair of entries
+        rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, head_dim)
         if torch.allclose(rope_divisors(rope), divisors, rtol=1e-4):
             return scaling
         # any others: longrope with the same list for short and long texts
@@ -377,18 +376,18 @@ class GgufArchitecture:
             if layer.rope and layer.rope.dim:
                 rotary_dims.add(layer.rope.dim)
         # sliding-window layers may rotate other dimensions
-        if stated_dim is not None and rotary_dims - {
-            stated_dim,
-            self.metadata.get("rope.dimension_count_swa"),
-        }:
+        stated_dims = {stated_dim, self.metadata.get("rope.dimension_count_swa")}
+        unstated = rotary_dims - stated_dims
+        if stated_dim is not None and unstated:
             raise ValueError(
                 f"{self.name}.rope.dimension_count {stated_dim}: this family rotates "
-                f"{max(rotary_dims)}"
+                f"{max(unstated)}"
             )
-        for name, divisors in self.factors.items():
+        # one divisor for each pair of rotated entries
+        for tensor, divisors in self.factors.items():
             if tuple(divisors.shape) not in {(dim // 2,) for dim in rotary_dims}:
                 raise ValueError(
-                    f"{name} has the shape {tuple(divisors.shape)} for "
+                    f"{tensor} has the shape {tuple(divisors.shape)} for "
                     f"{max(rotary_dims, default=0) // 2} frequencies"
                 )
 
@@ -403,11 +402,13 @@ class GgufArchitecture:
 def read_architecture(file: GgufFile) -> GgufArchitecture:
     """Return the architecture of a GGUF file; raise ValueError if the file does not contain a
     language model."""
+    kind = file.metadata.get("general.type", "model")
+    if kind != "model":
+        raise ValueError(f"{file.folder} contains no model but {kind!r}; pass a model file")
     name = file.metadata.get("general.architecture")
-    if file.metadata.get("general.type", "model") != "model" or not isinstance(name, str):
+    if not isinstance(name, str):
         raise ValueError(
-            f"{file.folder} contains no model but {file.metadata.get('general.type')!r}; pass a "
-            "model file"
+            f"{file.folder} has no general.architecture: it is incomplete; use another file"
         )
     embedding = "token_embd.weight"
     head = "output.weight"
@@ -417,12 +418,15 @@ def read_architecture(file: GgufFile) -> GgufArchitecture:
             "another file"
         )
 
-    # a head that repeats the embedding is a tied one
     metadata = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
+    # a head that repeats the embedding is a tied one
     tied = head not in file.names or file.same_data(head, embedding)
-    factors = {name: file.read(name) for name in (FREQS, LONG, SHORT) if name in file.names}
+    divisors = {}
+    for tensor in (FREQS, LONG, SHORT):
+        if tensor in file.names:
+            divisors[tensor] = file.read(tensor)
     return GgufArchitecture(
-        name, metadata, frozenset(file.names), file.meta(embedding).size(0), tied, factors
+        name, metadata, frozenset(file.names), file.meta(embedding).size(0), tied, divisors
     )
 
 

@@ -57,7 +57,9 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
 
     # read back: what differs from the model, llama.cpp would compute differently
     unsupported = _differences(
-        config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS
+        config,
+        read_config(architecture.to_hf()),
+        compare_windows=name in SUPPORTS_WINDOWS,
     )
     if factors and name not in READS_FACTORS:
         unsupported = [*unsupported, "rope"]
@@ -162,7 +164,8 @@ def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
 
 def _differences(config: Config, other: Config, compare_windows: bool) -> list[str]:
     """Name the properties in which `other`, read from the GGUF description of `config`, differs
-    from it."""
+    from it. compare_windows: False if llama.cpp ignores windows, of which the export warns."""
+    # GGUF has one architecture for several model types; layers are compared one by one below
     skipped = {"model_type", "layers"}
     names = []
 

@@ -148,6 +148,7 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
     ids = _special_ids(stored, len(tokens.texts))
     special = _special_texts(tokens.texts, ids)
+    # as the file says, or else as llama.cpp does by default
     adds_bos = (
         stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS)
         and "bos_token" in special
@@ -160,6 +161,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         make_backend = _sentencepiece_bpe
     try:
         backend = make_backend(stored, tokens, special.get("unk_token"))
+    except ValueError:
+        raise
     except Exception as error:
         # the package tokenizers raises plain Exception
         raise ValueError(
@@ -340,7 +343,7 @@ def _pre_tokenizer(stored: dict[str, Any]) -> str:
 def _byte_level_bpe(
     stored: dict[str, Any], tokens: StoredTokens, unknown: str | None
 ) -> Backend:
-    """Return a byte-level BPE tokenizer."""
+    """Return a byte-level BPE tokenizer, which needs no unknown token: bytes write any text."""
     pre = _pre_tokenizer(stored)
     if pre not in PRE_TOKENIZERS:
         supported = ", ".join([*PRE_TOKENIZERS, *PRE_TOKENIZER_NAMES])
@@ -424,6 +427,7 @@ def _sentencepiece_bpe(
         )
     )
     spaces = normalizers.Replace(" ", SPACE)
+    # by default, only tokenizers with scores ("llama") put a space before a text
     prefix = stored.get("add_space_prefix", not has_merges)
     if prefix:
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces])
@@ -432,7 +436,7 @@ def _sentencepiece_bpe(
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     # the space that was put before the text is removed again
     backend.decoder = decoders.Sequence(
-        [*steps, decoders.Strip(" ", 1, 0)] if prefix else steps
+        [*steps, decoders.Strip(content=" ", left=1, right=0)] if prefix else steps
     )
     return backend
 

@@ -132,11 +132,14 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
     for s in steps:
         if s.get("type") == "Split":
             splits.append(s)
+    # None for a plain text in place of a regex: it equals that of no candidate
     patterns = [s["pattern"].get("Regex") for s in splits]
-    digits = any(s.get("type") == "Digits" for s in steps)
-    gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
+    # ByteLevel's regex is that of GPT-2
     pre_tokenizer = PreTokenizer(
-        tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges"))
+        tuple(patterns),
+        digits=any(s.get("type") == "Digits" for s in steps),
+        gpt2=any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps),
+        ignore_merges=bool(definition["model"].get("ignore_merges")),
     )
     is_plain = all(s.get("behavior") == "Isolated" and not s.get("invert") for s in splits)
     if is_plain and {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:

@@ -136,7 +136,8 @@ def _chunked(
     ids: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The plain form: products of matrices within a chunk, and a loop over chunks for the state."""
+    """The plain form of `recurrence`: products of matrices within a chunk, and a loop over chunks
+    for the state. ids: (B, T), of documents; with them, no state is returned."""
     length = v.size(1)
     groups = k.size(2)
     by_row = g.dim() == 4
@@ -274,7 +275,7 @@ def _pairs(
 def _row_decay_pairs(
     q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """Do the same with a decay for each entry of q and k.
+    """Return what `_pairs` does, with a decay for each entry of q and k.
 
     Pairs of tokens in two neighbouring blocks are one product: the first factor decays from the end
     of the left block to its token in the right one, the second from its token in the left block to
@@ -311,14 +312,16 @@ def _row_decay_pairs(
 
 
 def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return the decays from the end of each left block to the tokens of the right one, and from
-    those of the left to it."""
+    """Return two factors for each pair of neighbouring blocks of `size` tokens: the decay from the
+    end of the left block to each token of the right one, and from each token of the left block to
+    its end. total, visible: as in `_Decays`."""
     # (B, G, R, N, L / 2 size, size, K)
     left, right = total.unflatten(-2, (-1, 2, size)).unbind(-3)
     end = left[..., -1:, :]
     after = right - end
     before = end - left
-    if visible.dim() > 2:  # documents
+    # without documents, `visible` is the same for all chunks: (L, L)
+    if visible.dim() > 2:
         # A token that the boundary token does not see, or that does not see it, is of another
         # document: no pair may pass the boundary.
         starts = torch.arange(0, CHUNK_TOKENS, 2 * size, device=total.device)[:, None]

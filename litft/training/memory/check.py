@@ -104,7 +104,8 @@ def _peak(run: PlannedRun, **changed: Any) -> int:
 
 
 def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield alternative settings, each as a flag and as changed arguments of `predict`."""
+    """Yield alternative settings, each as a flag or a script, and as changed arguments of
+    `predict`."""
     setup = run.setup
     settings = run.settings
     shape = planned_shape(run.schedule, settings.strategy)
@@ -138,8 +139,10 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
     # full fine-tuning changes every weight, so it cannot be quantized
     if not is_full and setup.quantize == "none" and not offloads_frozen:
         yield "--quantize nf4", {"quantize": "nf4"}
+    # its blocks of 256 values cannot be sharded
     if args.train.optimizer == "adamw" and settings.shards == 1:
         yield "--train.optimizer adamw_8bit", {"optimizer": "adamw_8bit"}
+    # schedule_free needs fp32 weights; muon, where they are sharded, whole matrices
     if (
         is_full
         and settings.precision != "bf16-true"
@@ -147,6 +150,7 @@ def _options(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
     ):
         yield "--precision bf16-true", {"precision": "bf16-true"}
     if is_full:
+        # LoRA's weights are frozen, so it has no bf16-true
         yield (
             "finetune/lora.py",
             {"method": _lora(setup), "precision": settings.precision.removesuffix("-true")},

@@ -77,19 +77,19 @@ def communication_volume(
 
     # the bytes of a step: gathers and reductions of each micro-batch, and one all-reduce
     gradients = 4.0 * plan.trained
-    gathered = batches * (2 * plan.gathered + gradients)
-    reduced = 2 * gradients / cluster.size
-    intra_node = (
-        gathered * (group_devices - 1) / group_devices
-        + reduced * (node_replicas - 1) / node_replicas
+    within_groups = batches * (2 * plan.gathered + gradients)
+    between_replicas = 2 * gradients / cluster.size
+    intra_bytes = (
+        within_groups * (group_devices - 1) / group_devices
+        + between_replicas * (node_replicas - 1) / node_replicas
     )
-    inter_node = (
-        gathered * (group_nodes - 1) / group_nodes / group_devices
-        + reduced * (replica_nodes - 1) / replica_nodes / node_replicas
+    inter_bytes = (
+        within_groups * (group_nodes - 1) / group_nodes / group_devices
+        + between_replicas * (replica_nodes - 1) / replica_nodes / node_replicas
     )
 
     # the times: both kinds of links work at once, and in parallel with computation
-    transfer_time = max(intra_node / cluster.intra_node, inter_node / cluster.inter_node)
+    transfer_time = max(intra_bytes / cluster.intra_node, inter_bytes / cluster.inter_node)
     busy_time = batches * flops * slowdown / (UTILIZATION * peak)
     if cluster.size > 1:
         exposed_time = transfer_time / (2 * plan.blocks)
@@ -97,8 +97,8 @@ def communication_volume(
         exposed_time = 0.0
     useful_time = batches * flops / (UTILIZATION * peak)
     return CommunicationVolume(
-        intra_node,
-        inter_node,
+        intra_bytes,
+        inter_bytes,
         transfer_time,
         useful_time,
         max(busy_time, transfer_time) + exposed_time,

@@ -157,7 +157,7 @@ def trace_blocks(
     """Return the memory of the embedding, the blocks and the final norm.
 
     Identical blocks are run once. In a sharded network, a block's full gradient has an fp32 copy
-    for the reduction.
+    for the reduction. optimizer: None if gradients stay until the end of the step.
     on_device: activations stay on the device; otherwise those of at most two blocks do, and the
     others are offloaded.
     """
@@ -178,6 +178,7 @@ def trace_blocks(
         _forward_peak(traces, activations),
         _backward_peak(model, traces, activations, on_device, allocates, optimizer, shards),
     )
+    # measured: compiled code needs more than eager code only where blocks are recomputed
     if compiled and is_recomputed(model):
         excess = _compiled_excess(model, shape, dtype)
     else:
@@ -260,7 +261,7 @@ def _traces(
         trace = _trace_per_layer(
             model.per_layer, tokens, embedding, shape.accumulated, optimizer
         )
-        # all blocks' are alive until the first block is done
+        # those of all blocks are alive until the first block is done; a block has one extra input
         token_input = extras[0][0].token_input
         assert token_input is not None  # `per_layer` makes one for each block
         vectors = token_input.nbytes * len(model.blocks)
@@ -419,7 +420,7 @@ def _block_inputs(
         rotation = None
     else:
         rotation = cos_sin[rotary]
-    return rotation, documents, None, *_extra_alone(model, index, x, *extra)
+    return rotation, documents, None, *_extra_alone(model, index, x, extra)
 
 
 def _recomputed_by_compiler(model: GPT, x: Tensor, compiled: bool) -> int:
@@ -463,10 +464,10 @@ def _parameters_under(model: GPT, prefixes: tuple[str, ...]) -> list[nn.Paramete
 
 
 def _extra_alone(
-    model: GPT, index: int, x: Tensor, *extra: BlockExtra
+    model: GPT, index: int, x: Tensor, extra: tuple[BlockExtra, ...]
 ) -> tuple[BlockExtra, ...]:
     """Return placeholders for the extra inputs of block `index` (per-layer input, shared keys and
-    values), to trace it alone."""
+    values), to trace it alone. extra: one, or none where the network has no such inputs."""
     if not extra:
         return ()
     source = model.config.layers[model.config.kv_source(index)]

@@ -66,7 +66,7 @@ class ResultWriter:
 
     def _write_adapter(self, partial: Path | None, final: Path) -> None:
         """Write the adapter; None: only take part in gathering it. final: the folder's later name,
-        from which its record names the base."""
+        since the record has the path of the base relative to it."""
         values = self._values()
         if self.network.sharded:
             values = {name: full_tensor(value) for name, value in values.items()}
