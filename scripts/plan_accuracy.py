@@ -185,8 +185,8 @@ def planned_peak(cell: Cell, device: str) -> float:
     from litft.args import FullFinetuneArgs, LoRAFinetuneArgs
     from litft.methods import method_of
     from litft.pretrained.folder import resolve
+    from litft.training.memory.activations import Shape
     from litft.training.memory.plan import predict
-    from litft.training.memory.trace import Shape
 
     source = resolve(cell.folder)
     lora = LoRAFinetuneArgs(lora=LoRAArgs(r=RANK))

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Literal
 
 from litft.args import impossible_numbers
-from litft.args.checks import below_minimum
 from litft.args.parser import parse
+from litft.args.value_checks import below_minimum
 from litft.cli import user_errors
 
 ROOT = Path(__file__).parent.parent

@@ -15,7 +15,7 @@ from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.model.transformer import GPT
 from litft.pretrained.folder import PretrainedFolder
-from litft.training.memory.trace import Shape
+from litft.training.memory.activations import Shape
 from litft.training.memory_saving.activation_checkpointing import recompute
 from litft.training.optimizers.make import make_optimizer
 from litft.training.optimizers.rounded import OptimizerInBackward

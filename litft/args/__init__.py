@@ -3,8 +3,7 @@
 The docstring below a field is its --help text.
 """
 
-from litft.args.checks import impossible_numbers, parse_duration, parse_size
-from litft.args.commands import ARGS
+from litft.args.args_of_commands import ARGS
 from litft.args.data import DataArgs
 from litft.args.data_path import Formats
 from litft.args.distill import DistillArgs
@@ -19,7 +18,7 @@ from litft.args.export import (
     WriteArgs,
 )
 from litft.args.finetune import EvalArgs, FinetuneArgs, Optimizers, SaveArgs, TrainArgs
-from litft.args.finetune_methods import (
+from litft.args.finetune_commands import (
     FINETUNE,
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -44,6 +43,7 @@ from litft.args.sampling import NUMBERS, Sampling
 from litft.args.schema import SchemaArgs
 from litft.args.serving import ServeArgs
 from litft.args.sweep import Setting, SweepArgs, setting_name
+from litft.args.value_checks import impossible_numbers, parse_duration, parse_size
 
 GROUPS = (
     "data",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import docstring_parser
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_types import class_of_group
 
 if TYPE_CHECKING:

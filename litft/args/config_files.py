@@ -12,7 +12,7 @@ from jsonargparse import ArgumentParser
 from litft import args as flags
 from litft.args.aliases import translate_flag, translate_optimizer
 from litft.args.build_parser import is_valid, parser_of
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_names import full_flag, is_former, problem_of_other_group, renamed
 from litft.args.flag_types import is_finetuning, types_of_flags
 from litft.args.foreign_config import translate_config

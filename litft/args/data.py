@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
-from litft.args.checks import below_minimum
 from litft.args.data_path import DataPath, Formats
+from litft.args.value_checks import below_minimum
 
 # names of the files for validation in a folder, without their extension
 VAL_NAMES = ("val", "valid", "validation", "dev")

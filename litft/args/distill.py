@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from litft.args.checks import below_minimum, unused_group
 from litft.args.methods import Quantization
+from litft.args.value_checks import below_minimum, unused_group
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field, fields, replace
 
-from litft.args.checks import below_minimum
 from litft.args.data import DataArgs
 from litft.args.inference import ModelArgs, OpenArgs
 from litft.args.preference import Objectives
+from litft.args.value_checks import below_minimum
 
 
 @dataclass

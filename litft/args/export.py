@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import impossible_numbers
+from litft.args.value_checks import impossible_numbers
 
 
 @dataclass

@@ -4,19 +4,19 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from litft.args.checks import (
-    below_minimum,
-    impossible_numbers,
-    parse_duration,
-    sharding_problems,
-    wrong_types,
-)
 from litft.args.data import DataArgs
 from litft.args.distill import DistillArgs
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import Quantization
 from litft.args.preference import DATA_KINDS, Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
+from litft.args.value_checks import (
+    below_minimum,
+    impossible_numbers,
+    parse_duration,
+    sharding_problems,
+    wrong_types,
+)
 
 Optimizers = Literal[
     "adamw",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from litft.args.checks import below_minimum, parse_duration, unused_group
+from litft.args.value_checks import below_minimum, parse_duration, unused_group
 
 Losses = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 Advantages = Literal["group", "group_mean", "leave_one_out", "batch"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from litft.args.data import VAL_NAMES, DataArgs
 from litft.args.finetune import FinetuneArgs
-from litft.args.finetune_methods import LoRAFinetuneArgs
+from litft.args.finetune_commands import LoRAFinetuneArgs
 
 
 def ignored_flags(args: FinetuneArgs) -> Iterator[str]:

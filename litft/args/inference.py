@@ -4,9 +4,9 @@ import json
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from litft.args.checks import below_minimum, impossible_numbers
 from litft.args.methods import Quantization
 from litft.args.sampling import LARGEST_NUMBER, NUMBERS, Sampling
+from litft.args.value_checks import below_minimum, impossible_numbers
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from litft.args.aliases import translate_flag
 from litft.args.finetune import FinetuneArgs
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_types import short_name, types_of_flags
 from litft.args.parser import parse
 

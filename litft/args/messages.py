@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from litft.args.aliases import hint_for_flag, translate_flag
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_types import is_finetuning, types_of_flags
 
 # of the commands that merge: what an adapter, its base and the result are called elsewhere

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from litft.args.checks import LARGEST, LARGEST_SIZE
+from litft.args.value_checks import LARGEST, LARGEST_SIZE
 
 # how the frozen weights of the base are stored: 4 or 8
 # bits; -dq: with quantized scales (arXiv 2305.14314)

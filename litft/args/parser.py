@@ -20,7 +20,7 @@ from litft.args.aliases import (
 )
 from litft.args.build_parser import AnyArgs, args_from, is_valid, parser_for_help, parser_of
 from litft.args.config_files import DEMO, GRPO_DEMO, read_config
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_names import full_flag, is_former, problem_of_other_group, renamed
 from litft.args.flag_types import describe_type, types_of_flags
 from litft.args.lists import as_list, next_value, next_values

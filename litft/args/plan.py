@@ -4,13 +4,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from litft.args.checks import (
-    LARGEST,
-    below_minimum,
-    impossible_numbers,
-    parse_size,
-    sharding_problems,
-)
 from litft.args.data import DataArgs
 from litft.args.finetune import (
     CANNOT_SHARD,
@@ -22,6 +15,13 @@ from litft.args.finetune import (
 from litft.args.grpo import GrpoArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 from litft.args.preference import Objectives
+from litft.args.value_checks import (
+    LARGEST,
+    below_minimum,
+    impossible_numbers,
+    parse_size,
+    sharding_problems,
+)
 
 # of a file of findings
 FINDINGS_BEGINNING = '{"file": '

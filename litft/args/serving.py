@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from litft.args.checks import below_minimum
 from litft.args.inference import ModelArgs
+from litft.args.value_checks import below_minimum
 
 MAX_BATCH_SIZE = 4096
 MAX_BODY_MB = 1000

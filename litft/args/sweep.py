@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 
-from litft.args.checks import below_minimum
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_types import types_of_flags
 from litft.args.messages import unknown_flag
+from litft.args.value_checks import below_minimum
 
 # flags that the sweep sets itself
 OWN_FLAGS = ("out_dir", "seed", "config", "resume", "overwrite")

@@ -13,7 +13,7 @@ import regex
 from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from litft.checkpoints.peft_names import PREFIX
+from litft.checkpoints.peft_module_names import PREFIX
 
 # for one expression and one name; an honest one takes microseconds
 MATCH_SECONDS = 1.0

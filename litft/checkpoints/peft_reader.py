@@ -21,24 +21,24 @@ from litft.checkpoints.adapter_reader import (
 )
 from litft.checkpoints.conversion import mappings_from_hf
 from litft.checkpoints.peft_coverage import check_coverage
-from litft.checkpoints.peft_format import (
-    TABLES,
-    LoraAdapter,
-    ReadBase,
-    peft_keys,
-)
-from litft.checkpoints.peft_names import PREFIX, names_of_class, text_name
-from litft.checkpoints.peft_tables import (
-    AdapterReading,
-    split_key,
-    take_vocabulary,
-    update_scale,
-)
+from litft.checkpoints.peft_module_names import PREFIX, names_of_class, text_name
 from litft.checkpoints.peft_targets import (
     LoraWeights,
     PeftTarget,
     adaptable_size,
     peft_targets,
+)
+from litft.checkpoints.peft_vocabulary import (
+    AdapterReading,
+    split_key,
+    take_vocabulary,
+    update_scale,
+)
+from litft.checkpoints.peft_writer import (
+    TABLES,
+    LoraAdapter,
+    ReadBase,
+    peft_keys,
 )
 from litft.checkpoints.rules import Drop, Rule
 from litft.model.mlp import ExpertLinear
@@ -186,7 +186,8 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: AdapterReading) -> _Parts
             continue
         # a parameter of the base, which PEFT names after its own wrapper
         if leaf is None:
-            base_name = module.replace(".base_layer", "").replace(".modules_to_save.", ".")
+            base_name = module.replace(".base_layer", "").replace(".token_adapter", "")
+            base_name = base_name.replace(".modules_to_save.", ".")
             # PEFT saves modules whole; these parameters of them were not trained
             if base_name not in frozen and base_name not in untrained:
                 parts.base[base_name] = tensor

@@ -40,6 +40,7 @@ from litft.training.output.recorder import Observers
 from litft.training.output.screen import open_screen
 from litft.training.planned_run import PlannedRun, plan_run
 from litft.training.replay import add_replay
+from litft.training.resume_identity import setup_identity
 from litft.training.run_description import description, run_title
 from litft.training.run_setup import RunSetup, resolve_setup
 from litft.training.schedule import Schedule
@@ -330,4 +331,4 @@ def _facts_equal_on_all_ranks(run: PlannedRun) -> dict[str, Any]:
         "training data": schedule.data.train_digest,
         "validation data": schedule.data.val_digest,
     }
-    return {**versions, **chosen, **data, **run.setup.identity(), **flags}
+    return {**versions, **chosen, **data, **setup_identity(run.setup), **flags}

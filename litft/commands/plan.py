@@ -17,6 +17,7 @@ from litft.data.dataset import length_limit
 from litft.distributed.devices import num_shards
 from litft.methods import Method, method_of
 from litft.pretrained.folder import PretrainedFolder, resolve
+from litft.training.memory.activations import Shape
 from litft.training.memory.communication import (
     Cluster,
     CommunicationVolume,
@@ -31,7 +32,6 @@ from litft.training.memory.plan import (
     format_bytes,
     predict,
 )
-from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS, RECOMPUTED
 from litft.training.run_description import time_line
 

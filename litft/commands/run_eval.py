@@ -31,7 +31,12 @@ from litft.evaluation.examples import (
 from litft.evaluation.forgetting import Remembered
 from litft.evaluation.rewards.reward import parse_rewards
 from litft.evaluation.verdict import mean_of
-from litft.inference.session import Session, open_session, source_of
+from litft.inference.session import (
+    Session,
+    missing_template_note,
+    open_session,
+    source_of,
+)
 from litft.pretrained.folder import PretrainedFolder
 
 
@@ -181,6 +186,9 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
     }
 
     def run(subject: ScoredModel, session: Session) -> None:
+        note = missing_template_note(session.tokenizer) if args.chat_template else None
+        if note:
+            print(note, file=sys.stderr)
         results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
         subject.harness = {
             name: results[name]

@@ -6,18 +6,15 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import date
 from functools import cached_property
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from litft.args import DataArgs
-from litft.data.chat_template import STYLES, mentions_variable
 from litft.data.division import Part, distinct_entries, split
 from litft.data.encoder import Encoder
 from litft.data.encoding_report import EncodingReport
@@ -26,6 +23,15 @@ from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WIT
 from litft.data.preferences import PREFERENCE_FIELDS
 from litft.data.similarity import near_pairs
 from litft.data.sources import File, HubSplit, find_sources
+from litft.data.template_choice import (
+    after_training,
+    choose_template,
+    has_conversations,
+    learned_template,
+    mentioned_arguments,
+    with_arguments,
+    with_template,
+)
 from litft.data.token_cache import tokenized
 from litft.data.token_store import Samples, TokenStore
 from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
@@ -33,18 +39,6 @@ from litft.data.tokenizer import CONTROL_TOKEN, Tokenizer
 # what decides the split; a resumed run must use the same rule
 SPLIT_RULE = "by content"
 NUM_BARS = 10  # of the histogram
-# variables of chat templates that every program sets
-ALWAYS_SET = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "strftime_now",
-    "raise_exception",
-)
-ALWAYS_SET += ("bos_token", "eos_token", "unk_token", "pad_token")
-
-# the words of Python for values of JSON
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 @dataclass
@@ -177,7 +171,7 @@ def load_data(
     data, and for tokens outside the model's vocabulary.
     """
     of_folder = tokenizer
-    tokenizer, template = _with_template(tokenizer, args)
+    tokenizer, template = with_template(tokenizer, args)
     limit = length_limit(args.max_seq_length, context)
     encoder = Encoder(
         tokenizer,
@@ -194,7 +188,12 @@ def load_data(
     # the files, each tokenized once
     train, named_val = find_sources(args)
     files = dict.fromkeys([*train, *(file for _, file in named_val)])
-    stores = _prepare_stores(files, encoder, args, timeout)
+    encoders = {
+        file: _encoder_of(file, encoder, args.template_args, of_folder) for file in files
+    }
+    stores = {}
+    for file in files:
+        stores[file] = tokenized(file, encoders[file], args.skip_bad, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     by_label = _by_label(stores)
@@ -203,8 +202,12 @@ def load_data(
     for file, store in stores.items():
         _check_columns(dict(file.reading.columns), {file.label: store.report})
     # from here on, as answers are generated after training on this data
-    tokenizer = _after_training(tokenizer, of_folder, reports)
-    if not _has_conversations(reports):
+    rendered = [file for file in train if stores[file].report.has_conversations]
+    tokenizer, template = learned_template(
+        tokenizer, template, {file.label: encoders[file].tokenizer for file in rendered}
+    )
+    tokenizer = after_training(tokenizer, of_folder, reports)
+    if not has_conversations(reports):
         template = "not used: the data is text"
 
     parts = _distinct([stores[file] for file in train], args)
@@ -231,17 +234,6 @@ def load_data(
     return data
 
 
-def _prepare_stores(
-    files: Iterable[File | HubSplit], encoder: Encoder, args: DataArgs, timeout: float
-) -> dict[File | HubSplit, TokenStore]:
-    """Return the tokens of each file, which are computed or read from the cache."""
-    stores = {}
-    for file in files:
-        of_file = _encoder_of(file, encoder, args.template_args)
-        stores[file] = tokenized(file, of_file, args.skip_bad, timeout)
-    return stores
-
-
 def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> DataSplits:
     """Return the data with the conversations of a file in its training examples; none of them is
     held out."""
@@ -255,11 +247,6 @@ def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> Data
         reports=data.reports | {file.label: store.report},
         replayed=file.label,
     )
-
-
-def _has_conversations(reports: Mapping[str, EncodingReport]) -> bool:
-    """Return whether a record was rendered with the chat template."""
-    return any(report.has_conversations for report in reports.values())
 
 
 def _by_label(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, TokenStore]:
@@ -323,42 +310,6 @@ def _check_weights(data: DataSplits, labels: list[str]) -> None:
         )
 
 
-def _with_template(tokenizer: Tokenizer, args: DataArgs) -> tuple[Tokenizer, str]:
-    """Return a tokenizer with the chat template and the day of the flags, and where the template
-    comes from, for messages."""
-    # a copy: the caller's tokenizer stays as its folder describes it
-    tokenizer = copy.copy(tokenizer)
-    template = choose_template(args.template, tokenizer)
-    _set_arguments(tokenizer, args.template_args)
-    if args.date:
-        tokenizer.day = args.date
-    elif tokenizer.uses_date or args.has_file_templates:
-        # templates of single files may print the date, too
-        tokenizer.day = date.today().isoformat()
-    else:
-        tokenizer.day = None
-    return tokenizer, template
-
-
-def _after_training(
-    tokenizer: Tokenizer, of_folder: Tokenizer, reports: Mapping[str, EncodingReport]
-) -> Tokenizer:
-    """Return a copy of a tokenizer with which generation stops at the special tokens that end a
-    turn in the data, even if no file of the model names them. of_folder: as its folder describes
-    it."""
-    tokenizer = copy.copy(tokenizer)
-    if _has_conversations(reports):
-        tokenizer.has_template = True
-    else:
-        # the folder's templates stay, and none is invented
-        tokenizer.chat_template = of_folder.chat_template
-        tokenizer.named_templates = of_folder.named_templates
-    ends = {token for report in reports.values() for token in report.ends}
-    missing = sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
-    tokenizer.stop_ids = [*tokenizer.stop_ids, *missing]
-    return tokenizer
-
-
 def _check_samples(data: DataSplits) -> None:
     """Raise ValueError if a set has no samples, or a sample is longer than the model's context."""
     if not len(data.train):
@@ -399,19 +350,23 @@ def length_limit(max_seq_length: int | None, context: int) -> int:
 
 
 def _encoder_of(
-    file: File | HubSplit, encoder: Encoder, template_args: list[str]
+    file: File | HubSplit, encoder: Encoder, template_args: list[str], of_folder: Tokenizer
 ) -> Encoder:
     """Return the encoder of a file, which may have a format, columns and a template of its own.
 
-    template_args: of the flags; they apply to the template if it mentions them.
+    template_args: of the flags; they apply to the template if it mentions them. of_folder: the
+    tokenizer as its folder describes it, with the template that `auto` means.
     """
     form, columns, template = file.reading
     # a copy: other files are rendered with the template of the flags
     if template is not None:
-        own = copy.copy(encoder.tokenizer)
+        own = copy.copy(of_folder)
+        own.day = encoder.tokenizer.day
         choose_template(template, own)
         source = own.chat_template
-        own.chat_template = with_arguments(source, _mentioned(source, template_args))
+        own.chat_template = with_arguments(
+            source, mentioned_arguments(source, template_args)
+        )
         encoder = replace(encoder, tokenizer=own)
     own_columns = _columns(
         [f"{name}={file_name}" for name, file_name in columns], encoder.kind
@@ -474,87 +429,6 @@ def _notes(reports: dict[str, EncodingReport]) -> str:
     for report in reports.values():
         notes.update({note: count for note, (count, _) in report.notes.items()})
     return "; ".join(f"{count:,} {note}" for note, count in notes.items())
-
-
-def choose_template(choice: str, tokenizer: Tokenizer) -> str:
-    """Set the template of `tokenizer`: auto (its own, else Alpaca), the name of a style, or the
-    path of a jinja file.
-
-    Return where the template comes from, for messages.
-    """
-    if choice in STYLES:
-        tokenizer.use_template(STYLES[choice])
-    elif choice != "auto":
-        if not Path(choice).is_file():
-            raise ValueError(
-                f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a "
-                "jinja file's path"
-            )
-        try:
-            tokenizer.use_template(Path(choice).read_text("utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(
-                f"--data.template {choice} is not UTF-8 text; name a jinja file"
-            ) from None
-    if choice == "auto":
-        if tokenizer.own_template:
-            return "the checkpoint's own"
-        return "Alpaca style, since the checkpoint has none"
-    return choice
-
-
-def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
-    """Set other defaults for variables of all templates of a tokenizer."""
-    tokenizer.chat_template = with_arguments(tokenizer.chat_template, items)
-    templates = {}
-    for name, source in tokenizer.named_templates.items():
-        # an argument applies to the templates that mention it; the main one must
-        templates[name] = with_arguments(source, _mentioned(source, items))
-    tokenizer.named_templates = templates
-
-
-def _mentioned(source: str, items: list[str]) -> list[str]:
-    """Return the arguments, NAME=VALUE each, that a template mentions."""
-    known = []
-    for item in items:
-        if mentions_variable(source, item.partition("=")[0]):
-            known.append(item)
-    return known
-
-
-def with_arguments(source: str, items: list[str]) -> str:
-    """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is
-    JSON, or else text.
-
-    They are part of the template, so that every program that renders it has them. Raise ValueError
-    for a name that the template does not mention, or that every program sets.
-    """
-    defaults = ""
-    for item in items:
-        name, _, value = item.partition("=")
-        if name in ALWAYS_SET:
-            reason = (
-                f"{name} is set by each conversation or by the tokenizer, so a default has no "
-                "effect; leave it out"
-            )
-            raise ValueError(f"--data.template_args {item}: {reason}")
-        if not mentions_variable(source, name):
-            raise ValueError(
-                f"--data.template_args {item}: the chat template has no variable {name}; check the "
-                "spelling"
-            )
-        # Python's spelling, as in transformers' documentation, would be a text, which is true
-        value = PYTHON_WORDS.get(value, value)
-        try:
-            if json.loads(value) is None:
-                literal = "none"
-            else:
-                literal = json.dumps(json.loads(value))
-        except ValueError:
-            literal = json.dumps(value)
-        setting = f"{{%- set {name} = {literal} %}}"
-        defaults += f"{{%- if {name} is not defined %}}{setting}{{%- endif %}}"
-    return defaults + source
 
 
 def unknown_tokens(tokenizer: Tokenizer) -> list[str]:

@@ -11,7 +11,7 @@ from litft.data.chat_template import Message, mentions_variable
 from litft.data.digests import hash64
 from litft.data.formats import TEMPLATE_ARGS, Example
 from litft.data.messages import LEARNED_ENTRIES, SYSTEM_ROLES
-from litft.data.notes import CONTROL, SYSTEM_LOST, TOOLS_LOST
+from litft.data.notes import CONTROL, RESULTS_LOST, SYSTEM_LOST, TOOLS_LOST
 from litft.data.preferences import Preference
 from litft.data.reasoning import REASONING_FIELDS
 from litft.data.record_facts import (
@@ -136,7 +136,10 @@ class Encoded:
         self, messages: list[Message], example: Example, tokenizer: Tokenizer
     ) -> None:
         """Note variables that the template does not have, and that it shows the model nothing of
-        the tools it may call. messages: the conversation, with or without its last answer."""
+        the system prompt, of the tools it may call or of their results.
+
+        messages: the conversation, with or without its last answer.
+        """
         source = tokenizer.template_for(example.tools)
         for name in example.template_args:
             if not mentions_variable(source, name):
@@ -164,6 +167,12 @@ class Encoded:
         has_system = len(prompt) > 1 and prompt[0]["role"] in SYSTEM_ROLES
         if has_system and whole == rendered(prompt[1:], example.tools):
             self.notes.append(SYSTEM_LOST)
+        # results are of the whole conversation
+        others = [message for message in messages if message["role"] != "tool"]
+        if len(others) < len(messages):
+            with_results = rendered(messages, example.tools)
+            if with_results is not None and with_results == rendered(others, example.tools):
+                self.notes.append(RESULTS_LOST)
 
     def note_controls(self, texts: list[str], tokenizer: Tokenizer) -> None:
         """Note that one of the texts contains that of a control token."""

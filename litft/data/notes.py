@@ -38,6 +38,7 @@ MESSAGES_AS_TEXT = (
 )
 TOOLS_LOST = "with tools, which the chat template leaves out"
 SYSTEM_LOST = "with a system prompt, which the chat template leaves out"
+RESULTS_LOST = "with results of tools, which the chat template leaves out"
 WITHOUT = "without the field"
 REFUSAL = "with an answer that refuses (leave them out, unless that is meant)"
 AS_AN_AI = 'with an answer that speaks "as an AI" (remove the sentence, or leave them out)'

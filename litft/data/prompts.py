@@ -75,7 +75,9 @@ def to_prompt(
     """
     stated = None if form else _stated_prompt(record, where, template)
     if stated is None or form or has_format(record):
-        whole = to_example(record, where, template, form or detect_format(record, where))
+        # a label, which other objectives learn from, may be a column for reward functions
+        known = {name: value for name, value in record.items() if name != "label"}
+        whole = to_example(record, where, template, form or detect_format(known, where))
     else:
         whole = stated
     example = stated or whole

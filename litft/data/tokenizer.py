@@ -22,6 +22,9 @@ NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers
 # the name of the template for conversations with tools
 TOOL_USE = "tool_use"
 
+# tokenizer classes that transformers 5 builds anew from parts of tokenizer.json
+REBUILT = ("Qwen2", "GPT2", "CodeGen", "Llama", "CodeLlama")
+
 CONTENT_END = "qzxcontentendxzq"  # in no text
 
 # matches control tokens of chat templates: <|im_end|>,
@@ -104,10 +107,15 @@ class Tokenizer:
             self.special["eos_token"] = self._backend.decode(
                 self.stop_ids[:1], skip_special=False
             )
-        self.own_template, named_templates = _own_templates(folder, config)
-        self.has_template = self.own_template is not None
         self.chat_template = ""
         self.named_templates: dict[str, str] = {}
+        self.read_templates(folder)
+
+    def read_templates(self, folder: Path) -> None:
+        """Set the chat templates of a folder; without one, the style of Alpaca."""
+        config = read_json(folder / "tokenizer_config.json")
+        self.own_template, named_templates = _own_templates(folder, config)
+        self.has_template = self.own_template is not None
         self.use_template(self.own_template or ALPACA)
         for name, source in named_templates.items():
             # a template for another purpose may need more than messages
@@ -196,12 +204,37 @@ class Tokenizer:
         """Return what a user of other programs has to know about the ids of texts; None if they are
         the same there."""
         if isinstance(self._backend, FastBackend):
-            return None
+            return self._other_settings()
         return (
             "note: the tokenizer is a tokenizer.model without a tokenizer.json; transformers 5 "
             "divides repeated spaces and text after special tokens differently, so that texts with "
             "them have other ids there"
         )
+
+    def _other_settings(self) -> str | None:
+        """Return a note on settings of tokenizer_config.json that transformers prefers to those of
+        tokenizer.json, and litft does not."""
+        config = read_json(self.folder / "tokenizer_config.json")
+        names = []
+        if self.has_other_prefix(config):
+            names.append(f"add_prefix_space {str(config['add_prefix_space']).lower()}")
+        if config.get("split_special_tokens"):
+            names.append("split_special_tokens true")
+        if not names:
+            return None
+        return (
+            f"note: tokenizer_config.json has {' and '.join(names)}, which transformers applies; "
+            "litft reads texts as tokenizer.json says, so that they have other ids there"
+        )
+
+    def has_other_prefix(self, config: dict[str, Any]) -> bool:
+        """Return whether tokenizer_config.json says otherwise than tokenizer.json if a text gets a
+        space in front, of a class for which transformers prefers the former."""
+        value = config.get("add_prefix_space")
+        is_rebuilt = str(config.get("tokenizer_class")).startswith(REBUILT)
+        if not isinstance(self._backend, FastBackend) or not is_rebuilt or value is None:
+            return False
+        return bool(value) != self._backend.adds_prefix_space
 
     def digest(self) -> str:
         """Return the hash of everything that decides how texts and conversations are tokenized."""
@@ -481,6 +514,12 @@ def check_text(text: str) -> str:
         )
         raise ValueError(f"{reason}; fix it where it was written") from None
     return text
+
+
+def has_templates(folder: Path) -> bool:
+    """Return whether a folder has a chat template."""
+    template, named = _own_templates(folder, read_json(folder / "tokenizer_config.json"))
+    return template is not None or bool(named)
 
 
 def _own_templates(

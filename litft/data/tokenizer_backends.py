@@ -5,6 +5,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,20 @@ class FastBackend:
             if text not in known and self.backend.token_to_id(text) is not None:
                 tokens.append(AddedToken(text, special=True))
         self.backend.add_tokens(tokens)
+
+    @cached_property
+    def adds_prefix_space(self) -> bool:
+        """Whether a text gets a space in front."""
+        state = json.loads(self.backend.to_str())
+        steps = []
+        for part in (state.get("normalizer") or {}, state.get("pre_tokenizer") or {}):
+            steps += [part, *part.get("normalizers", []), *part.get("pretokenizers", [])]
+        for step in steps:
+            if step.get("type") == "Prepend" or step.get("add_prefix_space"):
+                return True
+            if step.get("prepend_scheme") in ("first", "always"):
+                return True
+        return False
 
     def _added_tokens(self) -> dict[int, Any]:
         """Return the library's added tokens, by their ids."""

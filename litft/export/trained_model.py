@@ -28,6 +28,7 @@ from litft.pretrained.save import (
     write_result,
 )
 from litft.training.output import run_checkpoints
+from litft.training.resume_identity import identity_changes, setup_identity
 from litft.training.run_setup import resolve_setup
 
 
@@ -258,7 +259,7 @@ def _read_step(
     # the teacher was of use to the training alone, and may be gone
     setup = resolve_setup(replace(args, teacher=None), source)
     progress = run_checkpoints.read_progress(step)
-    changed = run_checkpoints.identity_changes(progress, setup.identity(), is_whole=False)
+    changed = identity_changes(progress, setup_identity(setup), is_whole=False)
     if changed:
         raise ValueError(
             f"{step} was saved with {'; '.join(changed)}; restore what it was trained with"

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.families.family import Family, declarations
 from litft.families.wrappers import WRAPPERS

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.model.config import Config
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
 from litft.families import llama, mixtral, smollm3
 from litft.families.family import Family

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.rules import Dequantize, Drop, Rule
 from litft.families import llama, qwen2_moe
 from litft.families.family import LANGUAGE_MODEL, Family, ShapeOf

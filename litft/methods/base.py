@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from litft.checkpoints.conversion import mappings_to_hf
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.methods.mixins import mixins
 from litft.methods.new_tokens import TOKEN_ROW_PARAMETERS, add_tokens, extend_table

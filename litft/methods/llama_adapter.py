@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from litft.args import AdapterArgs, AdapterV2Args
-from litft.args.checks import LARGEST_SIZE
+from litft.args.value_checks import LARGEST_SIZE
 from litft.checkpoints.adapter_reader import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -17,7 +17,7 @@ from litft.checkpoints.adapter_reader import (
     read_tensors,
     read_token_ids,
 )
-from litft.checkpoints.peft_format import write_tensors
+from litft.checkpoints.peft_writer import write_tensors
 from litft.checkpoints.rules import Rule
 from litft.methods.base import AdapterTensors, BaseFolder, Method
 from litft.methods.mixins import Mixin, make_trainable, norm_names

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from litft.args import LoRAArgs
 from litft.checkpoints.conversion import hf_module_name, rule_of
-from litft.checkpoints.peft_format import TABLES, LoraAdapter, write_adapter
 from litft.checkpoints.peft_reader import read_adapter
 from litft.checkpoints.peft_targets import (
     LoraWeights,
@@ -20,6 +19,7 @@ from litft.checkpoints.peft_targets import (
     adaptable_size,
     peft_targets,
 )
+from litft.checkpoints.peft_writer import TABLES, LoraAdapter, write_adapter
 from litft.checkpoints.rules import Rule
 from litft.methods.base import (
     AdapterTensors,

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
-from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.attention_eager import eager_attention
+from litft.model.attention_mask import attention_mask
 from litft.model.config import Chunk, Config, LayerConfig
 from litft.model.device_type import device_type, is_planned, runs_flash_attention
 from litft.model.kv_cache import LayerCache

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.attention_eager import eager_attention
+from litft.model.attention_mask import attention_mask
 from litft.model.packed_sequences import PackedSequences
 
 # B batch, T queries, S keys, H query heads, K key/value

@@ -1,26 +1,9 @@
-"""Eager attention: the attention mask, and attention without a fused kernel."""
+"""Attention without a fused kernel."""
 
 import torch
 from torch import Tensor
 
-from litft.model.kv_cache import causal_mask
-from litft.model.packed_sequences import PackedSequences
-
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, V value dim
-
-
-def attention_mask(
-    q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None
-) -> Tensor:
-    """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which
-    differ by row."""
-    key_positions = torch.arange(k.size(2), device=q.device)
-    # the last query is the token of the last key
-    query_positions = key_positions[None, k.size(2) - q.size(2) :]
-    mask = causal_mask(query_positions, key_positions, window)[0, 0]
-    if documents is not None:
-        mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
-    return mask
 
 
 def eager_attention(

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from litft.model.attention_mask import causal_mask
 from litft.model.config import Chunk, Config
 from litft.model.device_type import runs_flash_attention
 
@@ -303,17 +304,3 @@ def _unmasked_windows(config: Config, keys: Tensor) -> set[int | Chunk | None]:
         else:
             masked.add(layer.window)
     return windows - masked
-
-
-def causal_mask(
-    positions: Tensor, key_positions: Tensor, window: int | Chunk | None
-) -> Tensor:
-    """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T,
-    N)."""
-    query_positions = positions[:, None, :, None]
-    mask = key_positions <= query_positions
-    if isinstance(window, Chunk):
-        return mask & (key_positions // window.size == query_positions // window.size)
-    if window is None:
-        return mask
-    return mask & (key_positions > query_positions - window)

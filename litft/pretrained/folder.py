@@ -25,12 +25,12 @@ from litft.checkpoints.base_folder import (
 )
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import HubId, downloaded_from
-from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
+from litft.checkpoints.peft_module_names import TEXT_NAMES, ModuleNames
 from litft.checkpoints.rules import Rule, match_name
 from litft.checkpoints.stored_formats import QUANTIZED_FORMATS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights
 from litft.data.digests import file_hash
-from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
+from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer, has_templates
 from litft.distributed.devices import DTYPES
 from litft.families import (
     COMMON_ARCHITECTURES,
@@ -191,7 +191,11 @@ class PretrainedFolder:
             if any(
                 (folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")
             ):
-                return Tokenizer(folder, self.base)
+                tokenizer = Tokenizer(folder, self.base)
+                # an adapter's folder may have a template alone
+                if folder == self.base != self.folder and has_templates(self.folder):
+                    tokenizer.read_templates(self.folder)
+                return tokenizer
         return None
 
     def dtype(self, precision: str | None) -> torch.dtype:

@@ -19,7 +19,7 @@ from litft.checkpoints.adapter_reader import (
 )
 from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
-from litft.checkpoints.peft_names import missing_modules
+from litft.checkpoints.peft_module_names import missing_modules
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_writer import LazyTensor, write_weights
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
@@ -385,6 +385,10 @@ def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:
         return
     config = json.loads(path.read_text("utf-8"))
     config.pop("chat_template", None)
+    # as texts were tokenized in training
+    if tokenizer.has_other_prefix(config):
+        config["add_prefix_space"] = not config["add_prefix_space"]
+    config.pop("split_special_tokens", None)
     # transformers 5 builds these tokenizers anew and splits spaces differently; others are read
     # from tokenizer.json
     if (

@@ -6,6 +6,7 @@ i-th completion of a prompt draws depends on the seed, the step, the prompt's pl
 i alone.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -49,6 +50,8 @@ class MeasuredRewards(NamedTuple):
     """How completions of P prompts were rated."""
 
     scores: list[float]  # in the order of the objective's, after the loss
+    # of each score, how many completions or prompts it is the mean of: those that are rated
+    counts: list[int]
     # (P,): of each prompt, the sum over its completions that are rated, and their number
     of_prompts: list[Part]
 
@@ -216,11 +219,20 @@ class Rollouts:
                 "None; change the functions, or leave the validation out (--data.val_fraction 0)"
             )
         reward = rated.rewards.nanmean().item()
-        at_one, at_all = _pass_rates(rated.values[:, :, 0])
+        of_first = rated.values[:, :, 0]
+        at_one, at_all = _pass_rates(of_first)
         scores = [-reward, reward, at_one, at_all]
+        is_rated = ~of_first.isnan()
+        num_rewards = int((~rated.rewards.isnan()).sum())
+        of_scores = [
+            num_rewards,
+            num_rewards,
+            int(is_rated.sum()),
+            int(is_rated.any(1).sum()),
+        ]
         sums = rated.rewards.nansum(1).tolist()
         counts = (~rated.rewards.isnan()).sum(1).tolist()
-        return MeasuredRewards(scores, list(map(Part, sums, counts)))
+        return MeasuredRewards(scores, of_scores, list(map(Part, sums, counts)))
 
     def rate(
         self, name: str, prompts: Sequence[Sample], places: Sequence[int] | None = None
@@ -366,6 +378,25 @@ def open_rollouts(
         retries=setup.args.train.oom_retry,
         say=say,
     )
+
+
+def rewards_together(
+    by_set: Sequence[MeasuredRewards], factors: Sequence[float]
+) -> list[float]:
+    """Return the scores of several sets of prompts together: means over all that is rated. factors:
+    how many prompts of its set each measured one stands for."""
+    means = []
+    for column in range(len(by_set[0].scores)):
+        total = 0.0
+        count = 0.0
+        for measured, factor in zip(by_set, factors, strict=True):
+            # a set that the first function rates nothing of has no pass rates
+            if measured.counts[column]:
+                weight = measured.counts[column] * factor
+                total += measured.scores[column] * weight
+                count += weight
+        means.append(total / count if count else math.nan)
+    return means
 
 
 def _pass_rates(values: Tensor) -> tuple[float, float]:

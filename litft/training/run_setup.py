@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from litft.data.dataset import DataSplits
 from litft.data.digests import file_hash
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import pick_full_precision, pick_precision
-from litft.evaluation.rewards.reward import FROM_PYTHON, Reward
+from litft.evaluation.rewards.reward import Reward
 from litft.families import fits_fp16
 from litft.methods import AdapterTensors, Method, method_of
 from litft.methods.base import pattern_matches
@@ -25,15 +24,6 @@ from litft.model.mlp import CONSTANTS
 from litft.pretrained.folder import PretrainedFolder, fingerprint, resolve
 from litft.training.objectives import Objective, objective_of
 from litft.training.usual_rates import default_lora_rate
-
-# flags that a resumed run must share with its beginning, or it would silently become another run
-FLAGS_FIXED_ON_RESUME = (
-    "global_batch_size learning_rate lr_schedule warmup_fraction warmup_steps min_lr_ratio"
-).split()
-FLAGS_FIXED_ON_RESUME += (
-    "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_alpha".split()
-)
-FLAGS_FIXED_ON_RESUME += "optimizer decay_fraction compile".split()
 
 
 @dataclass(frozen=True)
@@ -128,41 +118,8 @@ class RunSetup:
             and self.source.config.can_share_prompts
         )
 
-    def identity(self) -> dict[str, Any]:
-        """What a resumed run must share with its beginning, of what the command and the model's
-        folder say."""
-        flags = dataclasses.asdict(self.args)
-        method_flags = flags.get(self.method.name, {})
-        objective = {}
-        if self.args.objective != "sft":
-            objective = {"objective": self.args.objective}
-            objective |= {
-                f"preference.{name}": value for name, value in flags["preference"].items()
-            }
-        if self.args.objective == "grpo":
-            names = [name.removeprefix(FROM_PYTHON) for name in self.args.reward]
-            objective["reward"] = ", ".join(names)
-            for name, value in flags["grpo"].items():
-                if name not in ("rollout_rows", "reward_timeout"):
-                    objective[f"grpo.{name}"] = value
-        if self.teacher is not None:
-            objective |= {
-                f"distill.{name}": value for name, value in flags["distill"].items()
-            }
-        return {
-            "method": self.method.title,
-            "quantize": self.quantize,
-            **objective,
-            **{f"train.{name}": flags["train"][name] for name in FLAGS_FIXED_ON_RESUME},
-            **{f"{self.method.name}.{name}": value for name, value in method_flags.items()},
-            "data.new_tokens": self.args.data.new_tokens,
-            # those of generated answers, also of the rewarded ones
-            "stop tokens": self.tokenizer.stop_ids,
-            **self._files,
-        }
-
     @cached_property
-    def _files(self) -> dict[str, str | None]:
+    def identity_of_folders(self) -> dict[str, str | None]:
         """What identifies the model folders, read once, since every checkpoint has it."""
         adapter = self.source.adapter
         facts = {

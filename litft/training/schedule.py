@@ -10,8 +10,8 @@ from litft.args import FinetuneArgs, TrainArgs
 from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout, num_slots
 from litft.data.sampler import SampleOrder, largest_micro_batch
+from litft.training.memory.activations import Shape
 from litft.training.memory.flops import Flops
-from litft.training.memory.trace import Shape
 from litft.training.objectives import OBJECTIVES, Objective
 
 LARGEST_STEP = 100  # times the training examples

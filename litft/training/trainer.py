@@ -200,7 +200,7 @@ class Trainer:
                     time.monotonic() - self.start_time
                 )
                 with self.screen.bar(self.step, self.schedule.steps, "first step"):
-                    while (reason := self._end_reason()) is None:
+                    while (reason := self._stop_reason()) is None:
                         self._train_step(model, optimizer)
                         self.screen.advance(self.step)
                         self._after_step(optimizer)
@@ -337,11 +337,11 @@ class Trainer:
         # also advances `elapsed`, by which the end and the checkpoints are decided
         self._check_signals()
         # at the end, `fit` validates
-        validate = self._validation_is_due() and self._end_reason() is None
+        validate = self._validation_is_due() and self._stop_reason() is None
         if validate:
             with self.screen.showing_activity("validating"):
                 self._validate(optimizer)
-        if self._end_reason():
+        if self._stop_reason():
             return  # saved after the last validation
         save = checkpoint_is_due(
             args, step, self.schedule.steps, self.elapsed - self.saved_at
@@ -375,14 +375,14 @@ class Trainer:
         )
         return bool(interval) and self.step % interval == 0
 
-    def _end_reason(self) -> str | None:
+    def _stop_reason(self) -> str | None:
         """Why the run ends now; None: it continues."""
         patience = self.args.eval.patience
         if self.step >= self.schedule.steps:
             return "all steps are done"
         if self.elapsed >= self.time_limit:
             return f"--train.max_time {self.args.train.max_time} is over"
-        if patience and self.validation.stale >= patience:
+        if patience and self.validation.since_best >= patience:
             return f"{self.validation.best_text}, {patience} validations ago"
         return None
 
@@ -439,7 +439,7 @@ class Trainer:
             self.say(validation.line(step, scores))
         if step == 0:
             validation.measure_before(layout, size)
-        elif self._end_reason() is not None:
+        elif self._stop_reason() is not None:
             validation.measure_after(layout, size)
 
     def _show_answers(self) -> None:

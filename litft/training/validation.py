@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import torch
-from lightning_fabric import Fabric
 
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
@@ -17,9 +15,8 @@ from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import Processes, sum_over_processes
+from litft.distributed.process_group import Processes
 from litft.evaluation.scoring import (
-    SAMPLES_PER_PASS,
     HardExample,
     Metric,
     SampleAnswer,
@@ -44,8 +41,9 @@ from litft.training.measured_samples import measured_indices
 from litft.training.objectives import Objective, Supervised
 from litft.training.objectives.objective import Totals
 from litft.training.output.metrics import Row
-from litft.training.rollouts import Rollouts
+from litft.training.rollouts import Rollouts, rewards_together
 from litft.training.sample_prompts import sample_prompts
+from litft.training.validation_losses import validation_scores
 
 # validation examples with the largest losses in the report, and among how many they are searched
 NUM_HARDEST = 5
@@ -243,7 +241,7 @@ class Validation:
             for name in self.metrics:
                 measured[name] = self._measure_metric(name, answers)
         # as the loss counts them, of which it is measured on the same part
-        weights = self._weights_of(list(self.exact))
+        weights = self._weights_of(list(self.exact), indices)
         if "exact_match" in self.metrics and weights:
             hits = np.array(list(self.exact.values()))
             measured["exact_match"] = float(np.average(hits, weights=weights))
@@ -329,30 +327,33 @@ class Validation:
             indices.extend(of_set)
         names = self.data.val.names
         hits = [Part(float(is_hit)) for is_hit in self.exact.values()]
-        hits = weighted(hits, self._weights_of(list(self.exact)))
+        hits = weighted(hits, self._weights_of(list(self.exact), indices))
         exact = parts_of([names[index] for index in self.exact], hits)
         texts = ComparedTexts(self.objective, self.forgetting, exact)
         if self.objective.data_kind == "prompts":
             of_prompts = [names[index] for index in indices]
-            weights = self._weights_of(indices)
+            weights = self._weights_of(indices, indices)
             return replace(texts, names=of_prompts, weights=weights, rewards=self.rewards)
         # not all examples: each costs a forward pass
         chosen = evenly_spaced(indices, SEARCHED)
-        weights = self._weights_of(chosen)
+        weights = self._weights_of(chosen, chosen)
         texts = replace(texts, names=[names[index] for index in chosen], weights=weights)
         samples = [self.samples[index] for index in chosen]
         if self.objective.data_kind == "supervised":
             return replace(texts, examples=samples)
         return replace(texts, preferences=samples)
 
-    def _weights_of(self, indices: Sequence[int]) -> list[float]:
-        """Return how many examples of its set each measured one stands for; empty if there is one
-        set."""
+    def _weights_of(self, indices: Sequence[int], measured: Sequence[int]) -> list[float]:
+        """Return how many examples of its set each of `indices` stands for; empty if there is one
+        set.
+
+        measured: all that are measured, of which some may have no result: a text has no answer.
+        """
         if not self.sets:
             return []
         weights: dict[int, float] = {}
         for numbers in self.sets.values():
-            of_set = np.intersect1d(numbers, indices).tolist()
+            of_set = np.intersect1d(numbers, measured).tolist()
             weights |= dict.fromkeys(of_set, len(numbers) / max(1, len(of_set)))
         return [weights[index] for index in indices]
 
@@ -360,34 +361,10 @@ class Validation:
         self, step: int, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
     ) -> None:
         """Measure the loss and the scores of each set, and of all together."""
-        names = ("loss", *self.objective.validation_scores)
-        # of each set: the values in the order of `names`
-        by_set = []
-        rewards: list[Part] = []
-        for samples in sets.values():
-            if self.rollouts is not None:
-                measured = self.rollouts.measure(samples)
-                by_set.append(measured.scores)
-                rewards += measured.of_prompts
-                continue
-            by_set.append(
-                validation_scores(
-                    self.fabric,
-                    self.objective,
-                    self.model,
-                    samples=samples,
-                    layout=layout,
-                    before_batch=self.before_batch,
-                )
-            )
-
-        self.rewards = rewards
-        # of several sets together
-        together = by_set[0]
-        if len(by_set) > 1:
-            named = [dict(zip(names, scores, strict=True)) for scores in by_set]
-            totals = [self._totals_of_set(name, samples) for name, samples in sets.items()]
-            together = list(self.objective.together(named, totals).values())
+        if self.rollouts is not None:
+            by_set, together = self._measure_rewards(self.rollouts, sets)
+        else:
+            by_set, together = self._measure_losses(layout, sets)
 
         # the other scores, then the loss of each named set, as in `columns`
         self.losses[step] = together[0]
@@ -403,11 +380,52 @@ class Validation:
                 columns[column] = score
         self.scores[step] = columns
 
-    def _totals_of_set(self, name: str, samples: Sequence[Sample]) -> Totals:
-        """Return what a named set counts: as many times what is measured of it, as it is larger."""
-        totals = self.objective.totals(samples)
-        factor = len(self.sets[name]) / max(1, len(samples))
-        return Totals(*(round(count * factor) for count in totals))
+    def _measure_losses(
+        self, layout: BatchLayout, sets: Mapping[str, Sequence[Sample]]
+    ) -> tuple[list[list[float]], list[float]]:
+        """Return the loss and the scores of each set, and those of all together."""
+        names = ("loss", *self.objective.validation_scores)
+        by_set = []
+        for samples in sets.values():
+            by_set.append(
+                validation_scores(
+                    self.fabric,
+                    self.objective,
+                    self.model,
+                    samples=samples,
+                    layout=layout,
+                    before_batch=self.before_batch,
+                )
+            )
+        if len(by_set) == 1:
+            return by_set, by_set[0]
+        named = [dict(zip(names, scores, strict=True)) for scores in by_set]
+        totals = []
+        for name, samples in sets.items():
+            factor = self._share_of(name, samples)
+            counts = [count * factor for count in self.objective.totals(samples)]
+            totals.append(Totals(*counts))
+        return by_set, list(self.objective.together(named, totals).values())
+
+    def _measure_rewards(
+        self, rollouts: Rollouts, sets: Mapping[str, Sequence[Sample]]
+    ) -> tuple[list[list[float]], list[float]]:
+        """Return minus the reward and the scores of each set, and those of all together."""
+        by_set = []
+        factors = []
+        self.rewards = []
+        for name, samples in sets.items():
+            measured = rollouts.measure(samples)
+            by_set.append(measured)
+            factors.append(self._share_of(name, samples))
+            self.rewards += measured.of_prompts
+        return [measured.scores for measured in by_set], rewards_together(by_set, factors)
+
+    def _share_of(self, name: str, samples: Sequence[Sample]) -> float:
+        """Return how many examples of a set each of those that are measured stands for."""
+        if not self.sets:
+            return 1.0
+        return len(self.sets[name]) / max(1, len(samples))
 
     def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
         """Return a metric, the same on all processes; NaN if it fails, which must not end a run
@@ -543,8 +561,8 @@ class Validation:
         return f"the validation reward was highest at step {self.best} ({-loss:.4f})"
 
     @property
-    def stale(self) -> int:
-        """Return the number of validations since the best one."""
+    def since_best(self) -> int:
+        """Return the number of validations since the best one, for early stopping."""
         best = self.best or 0
         return sum(step > best for step in self.losses)
 
@@ -565,29 +583,3 @@ def _parse_answer(line: str) -> SampleAnswer | None:
         return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-
-
-@torch.no_grad()
-def validation_scores(
-    fabric: Fabric,
-    objective: Objective,
-    model: GPT,
-    samples: Sequence[Sample],
-    layout: BatchLayout,
-    before_batch: Callable[[], None] = lambda: None,
-) -> list[float]:
-    """Return the objective's loss and scores over the samples of all ranks. before_batch: called
-    before each micro-batch."""
-    with eval_mode(model):
-        # the divergence that KTO subtracts is over all of these samples
-        objective.before_step(fabric, model, samples, layout, before_batch)
-        totals = objective.totals(samples)
-        values = torch.zeros(
-            1 + len(objective.scores), dtype=torch.float64, device=fabric.device
-        )
-        for batch in layout.iter_batches(
-            samples, SAMPLES_PER_PASS * fabric.world_size, fabric.global_rank
-        ):
-            before_batch()
-            values += objective(model, batch.to(fabric.device), totals)
-    return sum_over_processes(fabric, values).tolist()

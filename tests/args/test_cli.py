@@ -18,7 +18,7 @@ from litft import run_dir
 from litft.args import parser
 from litft.args.aliases import ALIASES, BETAS, hint_for_flag
 from litft.args.build_parser import PRINT_CONFIG, parser_of
-from litft.args.finetune_methods import FINETUNE, LoRAFinetuneArgs
+from litft.args.finetune_commands import FINETUNE, LoRAFinetuneArgs
 from litft.args.flag_names import full_flag
 from litft.args.flag_types import types_of_flags
 from litft.args.ignored import ignored_flags

@@ -8,7 +8,7 @@ from conftest import ROOT
 from jsonschema import Draft202012Validator
 
 from litft.args import ARGS
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.flag_types import types_of_flags
 from litft.cli import run
 from litft.pretrained.folder import DEMO

@@ -316,6 +316,31 @@ def test_template_arguments_apply_to_the_template_of_a_path(tiny, tmp_path):
         assert "short: " in text and "long: " not in text, text
 
 
+def test_the_template_of_inference_is_the_one_that_was_learned(tiny, files):
+    """`auto` on a path is that of the model's folder, not of the flags."""
+    own = Tokenizer(tiny)
+    other = {"path": files["chats"], "template": "chatml"}
+    plain = {"path": files["chats"], "template": "auto"}
+
+    data = load(
+        tiny, DataArgs(path=[json.dumps(plain)], template="zephyr", val_fraction=0.0)
+    )
+    assert data.tokenizer.chat_template == own.chat_template
+    assert "<|user|>" not in own.decode(data.train[0].tokens.tolist())
+
+    # all files share another one than the flags'
+    data = load(tiny, DataArgs(path=[json.dumps(other)], val_fraction=0.0))
+    assert "<|im_start|>" in data.tokenizer.chat_template and data.tokenizer.has_template
+    assert data.template.startswith("that of ")
+
+    # one of two files has another one
+    faq = {"path": files["faq"], "columns": {"question": "asked", "answer": "reply"}}
+    paths = [json.dumps(other), json.dumps(faq)]
+    data = load(tiny, DataArgs(path=paths, template="zephyr", val_fraction=0.0))
+    assert "Zephyr" in data.tokenizer.chat_template
+    assert "has another one, which answers after training are not rendered" in data.template
+
+
 def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
     pa = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

@@ -10,7 +10,7 @@ from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Encoder
 from litft.data.formats import to_example
-from litft.data.notes import EMPTY_PROMPT, TOOLS_LOST
+from litft.data.notes import EMPTY_PROMPT, RESULTS_LOST, TOOLS_LOST
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.training.data_report import file_line
@@ -193,6 +193,23 @@ def test_tools_that_the_template_leaves_out_are_noted(tokenizer):
         "{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}"
     )
     assert TOOLS_LOST in learned(tokenizer, chat() | {"tools": [TOOL]})[1].notes
+
+
+def test_results_that_the_template_leaves_out_are_noted(tokenizer):
+    """The calls are text, so that no call is lost."""
+    first, answer = chat()["messages"]
+    call = {"role": "assistant", "content": "CALL weather(Oslo)"}
+    result = {"role": "tool", "content": "sunny, 21 degrees"}
+    record = {"messages": [first, call, result, answer]}
+    tokenizer.use_template(
+        "{%- for m in messages %}{%- if m.role in ('user', 'assistant') %}"
+        "{{ m.role + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+    )
+    assert RESULTS_LOST in learned(tokenizer, record)[1].notes
+    tokenizer.use_template(
+        "{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}"
+    )
+    assert RESULTS_LOST not in learned(tokenizer, record)[1].notes
 
 
 @pytest.mark.parametrize("reasoning", ["", " \n"])

@@ -33,6 +33,12 @@ ROOM = 8
             {"answer": "4", "level": 3},
         ),
         ({"messages": [SYSTEM, USER], "answer": "4"}, [SYSTEM, USER], {"answer": "4"}),
+        # for reward functions; other objectives learn from it
+        (
+            {"prompt": "2 + 2?", "completion": "4", "label": True},
+            [USER],
+            {"answer": "4", "label": True},
+        ),
         # an earlier answer is a part of the prompt
         (
             {"messages": [USER, {"role": "assistant", "content": "5"}, USER]},

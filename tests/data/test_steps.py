@@ -14,7 +14,8 @@ from litft.data.sample import Sample
 from litft.data.sampler import SampleOrder
 from litft.data.tokenizer import Tokenizer
 from litft.model.attention import attend
-from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.attention_eager import eager_attention
+from litft.model.attention_mask import attention_mask
 from litft.model.packed_sequences import PackedSequences
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve

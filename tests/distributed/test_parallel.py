@@ -33,9 +33,9 @@ from litft.distributed.process_group import peer_failure
 from litft.methods import method_of
 from litft.model.placement import local_slices, placement
 from litft.pretrained.folder import resolve
+from litft.training.memory.activations import Shape
 from litft.training.memory.communication import Cluster, communication_volume
 from litft.training.memory.plan import predict
-from litft.training.memory.trace import Shape
 from litft.training.output import run_checkpoints
 from litft.training.planned_run import plan_run
 from litft.training.run_description import plan_lines

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from litft.data.encoder import Encoder
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
-from litft.pretrained.save import copy_tokenizer
+from litft.pretrained.save import _write_templates, copy_tokenizer
 
 TOOL = {
     "type": "function",
@@ -80,6 +80,29 @@ def test_ids_in_transformers_equal_those_of_training(tokenizer_folder, tmp_path,
 def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, tokenizer_folder):
     assert "tokenizer.model" in Tokenizer(tiny).portability_note()
     assert Tokenizer(tokenizer_folder("bytes")).portability_note() is None
+
+
+def test_settings_that_transformers_prefers_are_noted(tokenizer_folder, tmp_path):
+    """The written folder says what texts were tokenized with."""
+    folder = shutil.copytree(tokenizer_folder("bytes"), tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text("utf-8"))
+    for change, is_noted in (
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False}, False),
+        ({"tokenizer_class": "TokenizersBackend", "add_prefix_space": True}, False),
+        ({"split_special_tokens": True}, True),
+        ({"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": True}, True),
+    ):
+        path.write_text(json.dumps(config | change), "utf-8")
+        note = Tokenizer(folder).portability_note()
+        assert (note is not None) == is_noted, change
+    assert "add_prefix_space true" in note
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(path, out)
+    _write_templates(Tokenizer(folder), out)
+    written = json.loads((out / "tokenizer_config.json").read_text("utf-8"))
+    assert written["add_prefix_space"] is False
 
 
 NAMED = {

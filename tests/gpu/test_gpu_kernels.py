@@ -10,8 +10,9 @@ from gpu.comparisons import CUDA, check, skip_host_counts
 from litft.families import read_config
 from litft.model import attention, loss
 from litft.model.attention import attend
-from litft.model.attention_eager import attention_mask, eager_attention
-from litft.model.kv_cache import KVCache, causal_mask
+from litft.model.attention_eager import eager_attention
+from litft.model.attention_mask import attention_mask, causal_mask
+from litft.model.kv_cache import KVCache
 from litft.model.mlp import grouped_product
 from litft.model.packed_sequences import PackedSequences
 from litft.model.quantization import KINDS, QuantizedTensor

@@ -26,8 +26,8 @@ from litft.methods.new_tokens import (
 from litft.model.transformer import add_neftune_noise
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
+from litft.training.memory.activations import Shape
 from litft.training.memory.plan import predict
-from litft.training.memory.trace import Shape
 from litft.training.run_setup import resolve_setup
 
 

@@ -18,7 +18,8 @@ from litft.model.attention import (
     check_packed_backward,
 )
 from litft.model.attention_cpu import attend_documents, attend_documents_backward
-from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.attention_eager import eager_attention
+from litft.model.attention_mask import attention_mask
 from litft.model.config import Config, LayerConfig, NormConfig
 from litft.model.device_type import planned_for
 from litft.model.kv_cache import KVCache

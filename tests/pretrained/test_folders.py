@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import litft
 import litft.cli
+from litft.args import LoRAArgs
 from litft.checkpoints.weight_files import Checkpoint
 from litft.checkpoints.weight_writer import write_weights
-from litft.pretrained.folder import fingerprint, resolve
+from litft.methods import LoRA
+from litft.pretrained.build import base_model
+from litft.pretrained.folder import base_record, fingerprint, resolve
 from litft.pretrained.save import model_entries
 
 
@@ -358,3 +361,16 @@ def test_a_fingerprint_looks_at_several_places(tiny, tmp_path):
             tensor[2:] *= 1.5
     save_file(tensors, path, metadata={"format": "pt"})
     assert fingerprint(resolve(folder).checkpoint) != before
+
+
+def test_a_template_in_an_adapters_folder_counts_without_a_tokenizer(tiny, tmp_path):
+    base = resolve(tiny)
+    method = LoRA(LoRAArgs(r=1))
+    method.select_targets(base.outline, base.adapter_rules)
+    model = base_model(base)
+    method.attach(model)
+    method.reset_parameters(model)
+    method.write(tmp_path, base, method.values(model), base_record(base, tmp_path))
+    (tmp_path / "chat_template.jinja").write_text("Frage: {{ messages[0].content }}")
+    tokenizer = resolve(tmp_path).tokenizer()
+    assert tokenizer.has_template and "Frage: " in tokenizer.chat_template

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from mistakes import failure
 
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.parser import parse
 
 AXOLOTL = """

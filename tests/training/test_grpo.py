@@ -33,7 +33,7 @@ from litft.training.divergence import DivergenceGuard
 from litft.training.memory.choose import rollout_bytes
 from litft.training.objectives.grpo import GRPO
 from litft.training.reward_report import reward_lines
-from litft.training.rollouts import _pass_rates
+from litft.training.rollouts import MeasuredRewards, _pass_rates, rewards_together
 from litft.training.trainer import Trainer
 
 NAN = math.nan
@@ -336,6 +336,15 @@ def test_what_does_not_apply_neither_passes_nor_fails():
     values = torch.tensor([[1.0, 0.0, torch.nan], [torch.nan] * 3, [0.0, 0.5, 0.0]])
     of_completions, of_prompts = _pass_rates(values)
     assert of_completions == pytest.approx(1 / 5) and of_prompts == pytest.approx(1 / 2)
+
+
+def test_sets_count_what_is_rated_of_them():
+    """Of the second set, one of ten prompts is rated, and none by the first function."""
+    first = MeasuredRewards([-0.1, 0.1, 0.0, 0.0], [20, 20, 20, 10], of_prompts=[])
+    second = MeasuredRewards([-1.0, 1.0, math.nan, math.nan], [2, 2, 0, 0], of_prompts=[])
+    loss, reward, at_one, at_all = rewards_together([first, second], [1.0, 3.0])
+    assert reward == pytest.approx((20 * 0.1 + 2 * 3 * 1.0) / 26)
+    assert (loss, at_one, at_all) == (-reward, 0.0, 0.0)
 
 
 @pytest.mark.slow

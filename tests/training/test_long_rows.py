@@ -58,7 +58,7 @@ def test_a_long_row_is_on_the_line_of_shorter_ones(
     def noting(trace_of, tokens):
         return of_long_row(lambda length: traced.append(length) or trace_of(length), tokens)
 
-    monkeypatch.setattr("litft.training.memory.trace.of_long_row", noting)
+    monkeypatch.setattr("litft.training.memory.activations.of_long_row", noting)
     assert peaks() == pytest.approx(expected, rel=1e-3)
     assert max(traced) < 512 + 256
 

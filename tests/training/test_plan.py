@@ -40,9 +40,9 @@ from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
+from litft.training.memory.activations import Shape
 from litft.training.memory.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory.plan import USABLE_FRACTION, predict
-from litft.training.memory.trace import Shape
 from litft.training.memory_saving import activation_checkpointing
 from litft.training.memory_saving.activation_checkpointing import OF_BLOCKS
 from litft.training.optimizers.make import OPTIMIZERS

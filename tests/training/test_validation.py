@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ from litft.evaluation.scoring import (
 from litft.evaluation.verdict import mean_of, parts_in
 from litft.training.objectives import KTO, ORPO, Supervised
 from litft.training.objectives.objective import Totals
-from litft.training.validation import Measured, Validation, validation_scores
+from litft.training.validation import Measured, Validation
+from litft.training.validation_losses import validation_scores
 
 SUPERVISED = Supervised(PreferenceArgs())
 
@@ -63,6 +65,15 @@ def test_sets_of_which_a_part_is_measured_count_whole(tiny, tmp_path):
             parts = parts_in(folder / run_dir.VERDICT, when)
             assert mean_of(parts["loss"]) == pytest.approx(float(row["val_loss"]), rel=1e-5)
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_an_answer_counts_as_one_however_few_of_its_set_have_one():
+    """Of the second set, 38 of 40 measured examples are texts."""
+    sets = SimpleNamespace(sets={"a": np.arange(20), "b": np.arange(20, 60)})
+    answered = [*range(20), 58, 59]
+    assert set(Validation._weights_of(sets, answered, range(60))) == {1.0}
+    # every second one is measured
+    assert set(Validation._weights_of(sets, answered[::2], range(0, 60, 2))) == {2.0}
 
 
 SETS = [Totals(4, 10, 3, 1), Totals(8, 90, 6, 2)]

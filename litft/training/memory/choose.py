@@ -9,6 +9,7 @@ import torch
 from litft.distributed.devices import DTYPES
 from litft.model.kv_cache import KVCache
 from litft.training.intervals import num_measured
+from litft.training.memory.activations import Shape
 from litft.training.memory.plan import (
     Fit,
     Plan,
@@ -16,7 +17,6 @@ from litft.training.memory.plan import (
     predict,
 )
 from litft.training.memory.teacher import teacher_bytes, teacher_pass_bytes
-from litft.training.memory.trace import Shape
 from litft.training.memory_saving.activation_checkpointing import RECOMPUTED
 from litft.training.objectives import GRPO, Distill
 from litft.training.objectives.distill import ROWS

@@ -11,8 +11,8 @@ from litft.model.device_type import device_type
 from litft.model.distillation import Distillation, TeacherTargets, distillation_loss
 from litft.model.loss import LOGIT_ROWS, summed_cross_entropy, token_cross_entropy
 from litft.model.transformer import GPT
+from litft.training.memory.activations import Shape
 from litft.training.memory.allocations import AllocationTracker, stepping_in_backward
-from litft.training.memory.trace import Shape
 from litft.training.optimizers.rounded import OptimizerInBackward
 
 # measured bytes: the plans that a run compares have the same head

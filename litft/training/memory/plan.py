@@ -26,16 +26,16 @@ from litft.model.mixers import kernels
 from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
 from litft.pretrained.folder import PretrainedFolder
-from litft.training.memory.flops import Flops
-from litft.training.memory.loss import trace_loss
-from litft.training.memory.residence import MemoryPlacement, residence
-from litft.training.memory.trace import (
+from litft.training.memory.activations import (
     Shape,
     backward_optimizer,
     trace_blocks,
     trace_step,
     trained_parameters,
 )
+from litft.training.memory.flops import Flops
+from litft.training.memory.loss import trace_loss
+from litft.training.memory.residence import MemoryPlacement, residence
 from litft.training.memory_saving.activation_checkpointing import recompute
 from litft.training.memory_saving.compile import compiles
 from litft.training.memory_saving.cpu_offload import is_offloadable

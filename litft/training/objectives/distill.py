@@ -67,7 +67,7 @@ class Distill(Objective):
                 labels += sample.supervised
         return Totals(len(samples), tokens, labels=labels)
 
-    def weight(self, score: str, totals: Totals) -> int:
+    def weight(self, score: str, totals: Totals) -> float:
         """Return the number of target tokens; of the cross-entropy, those of the data."""
         if score == "cross_entropy":
             return totals.labels

@@ -54,7 +54,7 @@ class KTO(Objective):
         tokens = sum(sample.supervised for sample in desirable)
         return Totals(len(samples), tokens, len(desirable), len(samples) - len(desirable))
 
-    def weight(self, score: str, totals: Totals) -> int:
+    def weight(self, score: str, totals: Totals) -> float:
         """Return the number of answers that a score counts: the desirable, the undesirable, or
         all."""
         if score.startswith("chosen"):

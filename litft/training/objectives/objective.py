@@ -24,15 +24,18 @@ SFT_LORA_RATE = 2e-4
 
 
 class Totals(NamedTuple):
-    """Counts over a step's samples on all processes: what sums of losses are divided by."""
+    """Counts over a step's samples on all processes: what sums of losses are divided by.
 
-    samples: int
+    They are whole, but for a validation set of which a part is measured: it counts as the whole.
+    """
+
+    samples: float
     # target tokens; of preferences: those of the chosen (desirable) answers
-    tokens: int
-    desirable: int = 0  # samples with this label
-    undesirable: int = 0
-    learned: int = 0  # tokens of completions that have a gradient
-    labels: int = 0  # target tokens of the data's answers, without those of a student
+    tokens: float
+    desirable: float = 0  # samples with this label
+    undesirable: float = 0
+    learned: float = 0  # tokens of completions that have a gradient
+    labels: float = 0  # target tokens of the data's answers, without those of a student
 
 
 class Objective:
@@ -176,7 +179,7 @@ class Objective:
             return sum(weighted) / sum(weights)
         return math.nan
 
-    def weight(self, score: str, totals: Totals) -> int:
+    def weight(self, score: str, totals: Totals) -> float:
         """Return what a set counts in the mean of a score."""
         return totals.samples
 

@@ -20,7 +20,7 @@ class Supervised(Objective):
         """Return the counts of a step's samples."""
         return Totals(len(samples), sum(sample.supervised for sample in samples))
 
-    def weight(self, score: str, totals: Totals) -> int:
+    def weight(self, score: str, totals: Totals) -> float:
         """Return the number of target tokens."""
         return totals.tokens
 

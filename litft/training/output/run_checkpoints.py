@@ -37,10 +37,8 @@ from litft.training.output.file_hashes import (
     collect_hashes,
     object_hash,
 )
+from litft.training.resume_identity import check_identity
 
-# entries of a run's identity that are hashes of examples
-TRAINING_DATA = "training data"
-VALIDATION_DATA = "validation data (--data.val_path)"
 _PROGRESS = "progress.json"
 # the field of progress.json with the hash of all others
 _OWN_HASH = "hash"
@@ -286,48 +284,9 @@ def check_resumable(run: Path, identity: dict[str, Any]) -> None:
     restored."""
     for folder in reversed(checkpoints(run)):
         try:
-            return _check_identity(folder, read_progress(folder), identity)
+            return check_identity(folder, read_progress(folder), identity)
         except DamagedCheckpoint:
             continue
-
-
-def _check_identity(
-    folder: Path, progress: dict[str, Any], identity: dict[str, Any]
-) -> None:
-    # split and data have messages that name a cause: their hashes would say nothing
-    if (
-        "split" in identity
-        and progress.get("identity", {}).get("split") != identity["split"]
-    ):
-        reason = (
-            "with an older validation split, so it would now train on "
-            "examples it was validated on"
-        )
-        remedy = "start another run, with this one's newest result as --checkpoint_dir"
-        raise ValueError(f"{folder} was saved {reason}; {remedy}")
-    other_run = "start another run with its newest result as --checkpoint_dir"
-
-    # the data
-    saved = progress.get("identity", {})
-    for entry, name in (
-        (TRAINING_DATA, "training data"),
-        (VALIDATION_DATA, "validation data"),
-    ):
-        if entry in identity and saved.get(entry) != identity[entry]:
-            reason = (
-                f"other {name}: a data file, a data flag or the tokenizer has changed since"
-            )
-            raise ValueError(
-                f"{folder} was saved with {reason}; restore it to resume, or {other_run}"
-            )
-
-    # all other settings
-    changed = identity_changes(progress, identity, is_whole=True)
-    if changed:
-        raise ValueError(
-            f"{folder} was saved with {'; '.join(changed)}; resume with the original settings, or "
-            f"{other_run}"
-        )
 
 
 def restore_newest(
@@ -348,7 +307,7 @@ def restore_newest(
     for folder in reversed(checkpoints(run)):
         try:
             progress = read_progress(folder)
-            _check_identity(folder, progress, identity)
+            check_identity(folder, progress, identity)
             # reads all files, so it comes after the quick checks
             check_files(folder, progress, cpu_group)
             _restore(folder, progress, parameters, optimizer)
@@ -361,29 +320,6 @@ def restore_newest(
             "step 0"
         )
     return None, []
-
-
-def identity_changes(
-    progress: dict[str, Any], identity: dict[str, Any], is_whole: bool
-) -> list[str]:
-    """Return the entries of `identity` that differ from the saved ones, each with its saved and its
-    current value.
-
-    is_whole: entries that only the saved identity has differ, too; otherwise `identity` is that of
-    the model alone.
-    """
-    saved = progress.get("identity", {})
-    changes = []
-    names = list(identity)
-    if is_whole:
-        # an objective, or an adapter of the teacher, may be there no more
-        names += [name for name in saved if name not in identity]
-    for name in names:
-        before = saved.get(name)
-        now = identity.get(name)
-        if before != now:
-            changes.append(f"{name} {str(before)[:40]}, now {str(now)[:40]}")
-    return changes
 
 
 def _restore(

@@ -10,12 +10,11 @@ import yaml
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_write
-from litft.data.dataset import SPLIT_RULE
 from litft.data.sources import source_digests
 from litft.distributed.process_group import Processes
-from litft.training.intervals import num_measured
 from litft.training.output import run_checkpoints
 from litft.training.planned_run import PlannedRun
+from litft.training.resume_identity import run_identity
 
 
 class RunFolder:
@@ -67,12 +66,4 @@ class RunFolder:
 
     def identity(self) -> dict[str, Any]:
         """What must be the same where a run is resumed, or it would silently become another run."""
-        data = self.run.schedule.data
-        return self.run.setup.identity() | {
-            "seed": self.args.seed,
-            "precision": self.run.settings.precision,
-            run_checkpoints.TRAINING_DATA: data.train_digest,
-            "split": SPLIT_RULE,
-            run_checkpoints.VALIDATION_DATA: data.val_digest,
-            "measured examples (--eval.max_batches)": num_measured(self.args, data),
-        }
+        return run_identity(self.run)

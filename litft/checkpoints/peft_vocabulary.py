@@ -14,9 +14,9 @@ from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, read_token_ids
 from litft.checkpoints.peft_coverage import matching_pattern
-from litft.checkpoints.peft_format import TABLES, TOKEN_ROWS, ReadBase, base_table
-from litft.checkpoints.peft_names import ModuleNames
+from litft.checkpoints.peft_module_names import ModuleNames
 from litft.checkpoints.peft_targets import PeftTarget
+from litft.checkpoints.peft_writer import TABLES, TOKEN_ROWS, ReadBase, base_table
 from litft.checkpoints.rules import Rule
 from litft.model.transformer import GPT
 

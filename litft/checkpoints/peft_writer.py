@@ -16,7 +16,12 @@ from torch import Tensor
 
 from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, write_adapter_config
 from litft.checkpoints.conversion import mappings_to_hf
-from litft.checkpoints.peft_names import PREFIX, TEXT_NAMES, ModuleNames, target_regex
+from litft.checkpoints.peft_module_names import (
+    PREFIX,
+    TEXT_NAMES,
+    ModuleNames,
+    target_regex,
+)
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_writer import write_file

@@ -8,7 +8,7 @@ from litft.args.export import (
     GgufExportArgs,
     MergeArgs,
 )
-from litft.args.finetune_methods import FINETUNE
+from litft.args.finetune_commands import FINETUNE
 from litft.args.hub import DownloadArgs, UploadArgs
 from litft.args.inference import ChatArgs, GenerateArgs
 from litft.args.plan import PlanArgs, PrepareArgs
