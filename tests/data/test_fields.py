@@ -10,7 +10,7 @@ from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Encoder
 from litft.data.formats import to_example
-from litft.data.notes import EMPTY_PROMPT, RESULTS_LOST, TOOLS_LOST
+from litft.data.notes import EMPTY_PROMPT, RESULTS_LOST, SYSTEM_LOST, TOOLS_LOST
 from litft.data.sample import SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.training.data_report import file_line
@@ -206,6 +206,13 @@ def test_results_that_the_template_leaves_out_are_noted(tokenizer):
         "{{ m.role + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
     )
     assert RESULTS_LOST in learned(tokenizer, record)[1].notes
+    later = {"role": "system", "content": "Be brief."}
+    for messages, is_noted in (
+        ([first, answer, later, first, answer], True),
+        ([first, answer], False),
+    ):
+        notes = learned(tokenizer, {"messages": messages})[1].notes
+        assert (SYSTEM_LOST in notes) == is_noted
     tokenizer.use_template(
         "{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}"
     )

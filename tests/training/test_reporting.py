@@ -549,3 +549,22 @@ def test_what_only_the_resumed_part_has_measured_says_so(tiny, examples, tmp_pat
         "lowest at step 1" in said
         and "best/ is empty: that step was before --save.best" in said
     )
+
+
+def test_a_best_that_is_no_longer_kept_is_named(tiny, examples, tmp_path, capsys):
+    args = LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny),
+        data=DataArgs(path=[str(examples)], val_fraction=0.5, max_seq_length=128),
+        train=TrainArgs(max_steps=1, global_batch_size=4, learning_rate=1e-3),
+        eval=EvalArgs(interval=1, max_new_tokens=0, forgetting=False),
+        out_dir=str(tmp_path / "run"),
+        precision="fp32",
+    )
+    args.save.best = True
+    litft.finetune(args)
+    assert ", which is in best/" in capsys.readouterr().out
+    more = replace(args, resume=True, train=replace(args.train, max_steps=4))
+    litft.finetune(replace(more, save=replace(args.save, best=False)))
+    said = capsys.readouterr().out
+    assert "lowest at step 4" in said
+    assert "; best/ has step 1" in said

@@ -322,9 +322,11 @@ class Recorder:
         """The best step, the time and the memory."""
         validation = self.validation
         lines = []
-        if self.args.save.best and validation.best is not None:
+        kept = noted_step(self.folder / "best")
+        # of an earlier part of the run, which had --save.best
+        is_outdated = kept is not None and kept != validation.best
+        if validation.best is not None and (self.args.save.best or is_outdated):
             line = validation.best_text
-            kept = noted_step(self.folder / "best")
             if kept == validation.best:
                 line += ", which is in best/"
             elif kept is not None:
