@@ -168,7 +168,7 @@ def newest_finished() -> Path:
     return run
 
 
-def from_flags(out_dir: str | None, resume: bool) -> Path | None:
+def named_or_newest(out_dir: str | None, resume: bool) -> Path | None:
     """Return the run folder that the flags name, or None for a new run."""
     if out_dir:
         return Path(out_dir)

@@ -242,7 +242,7 @@ def _implied_flags(
     method = method_name(cls)
     # --overwrite beside --resume is refused later, by `FinetuneArgs.problems`
     if _is_on(values.get("resume", "")) and not _is_on(values.get("overwrite", "")):
-        run = run_dir.from_flags(values.get("out_dir"), resume=True)
+        run = run_dir.named_or_newest(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
             run_method = run_dir.method(run)
             if run_method != method:

@@ -172,7 +172,7 @@ def _complete_args(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
 def _choose_folder(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     """Return the arguments, which resume a run that this launch has begun, and the run's folder if
     they name one."""
-    folder = run_dir.from_flags(args.out_dir, args.resume)
+    folder = run_dir.named_or_newest(args.out_dir, args.resume)
     if folder and args.resume and not args.out_dir and is_first_on_node():
         print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
     # torchrun restarts all nodes after a failure, but tells only the node where a process has died;

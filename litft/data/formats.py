@@ -347,7 +347,10 @@ def _single_turn(
     prefix: str = "",
 ) -> Callable[[Record, str, str], Example]:
     """Return the converter of a format with one question and one answer, given the names of its
-    fields."""
+    fields.
+
+    prefix: the text before the question. Earlier turns may come from the field `history`.
+    """
 
     def convert(record: Record, where: str, template: str) -> Example:
         tools = read_tools(record.get("tools"), where)

@@ -93,7 +93,7 @@ def largest_micro_batch(
     first: int = 0,
 ) -> Largest:
     """Return the largest micro-batch of a run over `num_samples` samples in steps of `batch_size`,
-    from position `first`.
+    from position `first`, and the most targets and documents of one, which may be another one.
 
     num_samples: the position at which the run ends, also if `first` is above 0. Steps are ranked by
     an estimate from their total and longest lengths; in long runs only the largest ones are laid
@@ -105,7 +105,7 @@ def largest_micro_batch(
     num_candidates = max(16, MAX_LAID_OUT // batch_size)
     candidates = np.argsort(-estimates, kind="stable")[:num_candidates]
 
-    # the exact slots (tokens with padding) and numbers, of the steps with the largest estimates
+    # exact values for the steps with the largest estimates; slots are tokens with padding
     rows = []
     max_slots = 0
     max_targets = 0

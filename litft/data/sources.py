@@ -248,7 +248,8 @@ def _splits(
         named = _named_files(path, files)
         if not named:
             return _shards(path, files)
-        # notes.jsonl beside train.jsonl is no part of it; train-00001.jsonl is
+        # Numbered parts may be the other split: val.jsonl beside train-00001.jsonl. Those of a
+        # split that is there as one file are refused; other names, as notes.jsonl, are not read.
         numbered = []
         for file in files:
             if re.search(r"\d", file.stem):

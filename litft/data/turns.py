@@ -25,6 +25,7 @@ from litft.data.turn_ends import NO_ENDS, EndTokens, turn_end
 from litft.data.turn_rendering import (
     CONTENT_MARK,
     OTHER_TEMPLATE,
+    Places,
     TurnRendering,
     check_complete,
     common_length,
@@ -223,14 +224,23 @@ def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
     return [RenderedTurns(turn.text, [turn]) for turn in turns]
 
 
-def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
-    """Return the last message of a conversation as a turn."""
+@dataclass(frozen=True)
+class BegunTurn:
+    """A text with a turn behind the prompt that the model would see."""
+
+    text: str
+    start: int  # of the turn, where the prompt ends
+    places: Places  # of the answer's parts in the text
+
+
+def _with_its_prompt(rendering: TurnRendering) -> BegunTurn:
+    """Return the text of a conversation, with the prompt in front of its last message."""
     text = rendering.text()
     places = places_of(rendering, text)
     start = _turn_start(rendering, text, places.first)
 
-    # the prompt is not a beginning of the text: join it
-    # to what the text has after the earlier messages
+    # the prompt has more than the beginning of the text, such as a system prompt before the last
+    # message, which answers lack (Mistral Nemo): join it to what comes after the earlier messages
     if start is None:
         prompt = rendering.usual_prompt
         # without a usual prompt, `_turn_start` returns the start of the message
@@ -252,6 +262,15 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         text = prompt + text[start:]
         places = replace(places, first=places.first + len(prompt) - start)
         start = len(prompt)
+    return BegunTurn(text, start, places)
+
+
+def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
+    """Return the last message of a conversation as a turn."""
+    begun = _with_its_prompt(rendering)
+    text = begun.text
+    start = begun.start
+    places = begun.places
     has_thought = bool(rendering.answer.reasoning.strip())
     opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(
         text, start

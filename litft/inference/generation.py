@@ -188,6 +188,8 @@ class Answer:
             self.pending.append(TextPiece(text, visible=True))
 
     def _next_chunk(self) -> GenerationChunk | None:
+        """Return the pending text up to a stop text, or to what may begin one, with its tokens;
+        None if there is no text."""
         text = "".join(piece.text for piece in self.pending)
         end, stop = first_mark(text, self.request.stop)
         if stop:
@@ -202,6 +204,7 @@ class Answer:
             end = len(text) - held_back
 
         text = self._take(end)
+        # with strip_leading, until the first text that is not white space
         if not self.text_started:
             text = text.lstrip()
             self.text_started = bool(text)

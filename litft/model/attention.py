@@ -260,7 +260,7 @@ def _attend_varlen(
 ) -> Tensor:
     """Run the GPU kernel for packed sequences, which computes no scores between documents.
 
-    documents None: each row is one document.
+    documents None: each row is one document. v has the head size of q: `_attend_whole` pads it.
     """
     cu_seqlens = _cu_seqlens(q, documents)
     batch, _, length, head_dim = q.shape

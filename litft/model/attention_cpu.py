@@ -90,11 +90,13 @@ class DocumentGroups(NamedTuple):
 @lru_cache(maxsize=8)
 # training cannot use inference tensors, and generation may fill this cache first
 @torch.inference_mode(False)
-def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> DocumentGroups:
+def _make_groups(
+    bounds: tuple[int, ...], score_heads: int, row_heads: int
+) -> DocumentGroups:
     """Group the documents between `bounds`, with one row per token and head.
 
-    score_heads: number of query heads, which limits how many documents a group has. heads: number
-    of heads in the rows.
+    score_heads: number of query heads, which limits how many documents a group has. row_heads:
+    number of heads that have rows of their own; 1 for a row with all heads.
     """
     grouped = _group_by_length(bounds, score_heads)
     index = []
@@ -104,11 +106,13 @@ def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> Docum
         # the first document of a group is its longest, to which the others are padded
         lengths, starts = torch.tensor(group)[:, :, None, None].unbind(1)  # (N, 1, 1)
         position = torch.arange(group[0][0])
-        head = torch.arange(heads)[:, None]
+        head = torch.arange(row_heads)[:, None]
         # positions after the end read the last token again: any valid index will do there;
         # (N, heads, length)
-        index.append(((starts + position.minimum(lengths - 1)) * heads + head).flatten())
-        padding.append((position >= lengths).expand(-1, heads, -1).flatten())
+        index.append(
+            ((starts + position.minimum(lengths - 1)) * row_heads + head).flatten()
+        )
+        padding.append((position >= lengths).expand(-1, row_heads, -1).flatten())
     gather_index = torch.cat(index)
     is_padding = torch.cat(padding)
     shapes = [(len(group), group[0][0]) for group in grouped]
@@ -118,7 +122,7 @@ def _make_groups(bounds: tuple[int, ...], score_heads: int, heads: int) -> Docum
         return DocumentGroups(shapes, None, None, None)
 
     # without the padding rows, which would take the place of the token that they repeat
-    inverse_index = torch.empty(bounds[-1] * heads, dtype=torch.int64)
+    inverse_index = torch.empty(bounds[-1] * row_heads, dtype=torch.int64)
     token_rows = (~is_padding).nonzero()[:, 0]
     inverse_index[gather_index[token_rows]] = token_rows
     if is_padding.any():
@@ -193,7 +197,7 @@ def attend_documents(
     masked. This is one operator for autograd and the compiler because the number of documents
     depends on the data.
     """
-    groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), heads=1)
+    groups = _make_groups(tuple(cu_seqlens.tolist()), q.size(1), row_heads=1)
     kernel = aten._scaled_dot_product_flash_attention_for_cpu
     outputs = []
     log_sums = []
@@ -229,9 +233,10 @@ def attend_documents_backward(
     if q.dtype == torch.bfloat16 and not window:
         return _bf16_gradients(grad, q, k, v, out, lse, bounds, scale)
     # a row for each token, with all its heads
-    groups = _make_groups(bounds, heads, heads=1)
+    groups = _make_groups(bounds, score_heads=heads, row_heads=1)
     rows = [groups.gather(_by_token(x)) for x in (grad, q, k, v, out, lse)]
-    # with a gradient of 0, the repeated tokens add nothing to the gradients of keys and values
+    # with a gradient of 0, padding rows, which repeat a token, add nothing to the gradients of keys
+    # and values
     groups.zero_padding_(rows[0])
     gradients = []
     for shape, *parts, lse_rows in zip(
@@ -297,8 +302,8 @@ def _bf16_gradients(
         query_scale = 1.0
         score_scale = scale
     # Queries have H rows a token, keys and values K: the groups of documents are the same.
-    q_groups = _make_groups(bounds, q.size(1), q.size(1))
-    kv_groups = _make_groups(bounds, q.size(1), k.size(1))
+    q_groups = _make_groups(bounds, q.size(1), row_heads=q.size(1))
+    kv_groups = _make_groups(bounds, q.size(1), row_heads=k.size(1))
 
     # [scale q | -lse] times [k | 1, 1, 1] is the score minus lse; three columns hold lse in bf16.
     # It is divided by score_scale, which the product is multiplied by afterwards.
@@ -479,7 +484,7 @@ def eager_attend_documents(
 ) -> Tensor:
     """Run `eager_attention` of q (B, H, T, D), k and v (B, K, T, D) on each group of documents;
     return (B, H, T, D)."""
-    groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), heads=1)
+    groups = _make_groups(tuple(documents.cu_seqlens.tolist()), q.size(1), row_heads=1)
     outputs = []
     for queries, keys, values in groups.per_group(q, k, v):
         mask = attention_mask(queries, keys, None, window)

@@ -414,6 +414,7 @@ class Trainer:
         step = self.step
         # what is queued on the device still belongs to the time of the steps
         self.metrics.synchronize(self.fabric.device)
+        # uncompiled: sets and answers have shapes of their own, each of which would be compiled
         with averaged_weights(optimizer), uncompiled():
             self._measure()
             has_answers = any(item["step"] == step for item in validation.answers)
