@@ -62,7 +62,9 @@ def read_config(
         if isinstance(recipe, dict):
             method = recipe.get("method")
         if method is not None and method not in FINETUNE:
-            raise ValueError(f"{KEY}: method {method!r} is none of {', '.join(FINETUNE)}")
+            raise ValueError(
+                f"{KEY}: method {method!r} does not exist; use {', '.join(FINETUNE)}"
+            )
         if method and cls is flags.PlanArgs:
             return _planned_settings(path, content, method)
         if method and cls is not FINETUNE.get(method):

@@ -97,6 +97,13 @@ def config(hf: dict[str, Any]) -> Config:
     if model_type == "mistral4":
         hf = _with_rope_of_mistral4(hf)
     latent = latent_config(hf)
+    # transformers would rotate `head_dim` entries
+    head_dim = hf.get("head_dim")
+    if head_dim not in (None, latent.rope_dim, latent.head_dim):
+        raise ValueError(
+            f"config.json: head_dim {head_dim} contradicts qk_rope_head_dim {latent.rope_dim} and "
+            f"qk_nope_head_dim {latent.nope_dim}; remove head_dim"
+        )
     # latent attention computes keys and values for every head; RoPE rotates a part of a head
     base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
     layer = replace(
@@ -158,13 +165,6 @@ def latent_config(hf: dict[str, Any]) -> LatentConfig:
     value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
     nope = hf.get("qk_nope_head_dim", 128)
     rope = hf.get("qk_rope_head_dim", 64)
-    # transformers would rotate `head_dim` entries
-    head_dim = hf.get("head_dim")
-    if head_dim not in (None, rope, nope + rope):
-        raise ValueError(
-            f"config.json: head_dim {head_dim} contradicts qk_rope_head_dim {rope} and "
-            f"qk_nope_head_dim {nope}; remove head_dim"
-        )
     return LatentConfig(
         hf["kv_lora_rank"],
         hf["q_lora_rank"],
