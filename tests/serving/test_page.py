@@ -264,7 +264,7 @@ def test_settings_are_sent(page, folders):
     )
     page.get_by_role("button", name="Settings").click()
     # the server's default
-    assert page.get_by_label("Temperature").get_attribute("placeholder") == "0"
+    page.locator("[placeholder='0']").and_(page.get_by_label("Temperature")).wait_for()
     page.get_by_role("button", name="Settings").click()
     set_fields(
         page, System_prompt="Tell stories.", Temperature="0.5", Top_p="0.25", Max_tokens="7"
