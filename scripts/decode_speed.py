@@ -26,10 +26,9 @@ from datetime import date
 from pathlib import Path
 from typing import Literal
 
-from litft.args.checks import below_minimum
-
 from litft.args import impossible_numbers
 from litft.args.parser import parse
+from litft.args.value_checks import below_minimum
 from litft.cli import COMMANDS, user_errors
 from litft.pretrained.build import base_model
 

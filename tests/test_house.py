@@ -232,3 +232,19 @@ def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
         path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")
     }:
         assert named_tests <= collected
+
+
+def test_modules_that_scripts_and_guides_import_exist():
+    """Scripts for a GPU run in no fast test, so that a renamed module would be missed there."""
+    missing = []
+    for folder in ("scripts", "tests", "tutorials"):
+        for path in sorted((ROOT / folder).rglob("*")):
+            if path.suffix not in (".py", ".md", ".ipynb"):
+                continue
+            for name in re.findall(
+                r"(?:from|import) (litft(?:\.\w+)+)", path.read_text("utf-8")
+            ):
+                place = ROOT / name.replace(".", "/")
+                if not place.is_dir() and not place.with_suffix(".py").is_file():
+                    missing.append(f"{path}: {name}")
+    assert not missing, missing
