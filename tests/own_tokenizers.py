@@ -217,3 +217,24 @@ WRITERS: dict[str, Callable[[Path], None]] = {
     "unigram": write_unigram,
     "words": write_words,
 }
+
+
+def put_before_texts(folder: Path, texts: tuple[str, ...]) -> None:
+    """Give tokenizer.json a post-processor that puts these tokens before each text."""
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text("utf-8"))
+    ids = dict(content["model"]["vocab"])
+    for token in content["added_tokens"]:
+        ids[token["content"]] = token["id"]
+    before = []
+    tokens = {}
+    for text in texts:
+        before.append({"SpecialToken": {"id": text, "type_id": 0}})
+        tokens[text] = {"id": text, "ids": [ids[text]], "tokens": [text]}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
+        "special_tokens": tokens,
+    }
+    path.write_text(json.dumps(content), "utf-8")

@@ -61,7 +61,8 @@ def read_config(
         method = None
         if isinstance(recipe, dict):
             method = recipe.get("method")
-        if method is not None and method not in FINETUNE:
+        # a list, since the file may have anything here
+        if method is not None and method not in list(FINETUNE):
             raise ValueError(
                 f"{KEY}: method {method!r} does not exist; use {', '.join(FINETUNE)}"
             )

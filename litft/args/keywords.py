@@ -163,7 +163,7 @@ def _as_word(value: Any, flag_type: Any) -> str:
             items = list(value)
         else:
             items = [value]
-        # lists are of floats, as which those of numpy and torch count, too, or of texts
+        # a list has floats, also those of numpy and torch, or texts
         if get_args(flag_type) == (float,):
             items = [item.item() if hasattr(item, "item") else item for item in items]
         else:

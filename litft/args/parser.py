@@ -306,7 +306,7 @@ def _objective(words: list[str]) -> str:
 def _names_of_other_groups(
     words: list[str], values: Mapping[str, str], flag_types: dict[str, Any]
 ) -> Iterator[str]:
-    """Yield the problems of `other_group` of the names on a command line.
+    """Yield the problems of `problem_of_other_group` with the names on a command line.
 
     values: also those of a file, and of the run that is resumed, which may name the objective.
     """

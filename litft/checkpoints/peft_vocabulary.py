@@ -245,7 +245,7 @@ def _fit_table(
     leaf, dim = ("a", 1) if target.embedding else ("b", 0)
     has_lora = _are_factors(tensors, factors)
     if leaf in factors and not has_lora:
-        return {}  # `_problem` says what is wrong with them
+        return {}  # `_misfit` says what is wrong with them
 
     # the number of rows in the adapter
     size = reading.model.config.vocab_size

@@ -149,7 +149,7 @@ def _subjects(
     """
     model_args = args.model(args.checkpoint_dir, args.base_dir)
     source = source_of(model_args)
-    # an adapter is shown beside its base, or alone; beside another model, folders have names
+    # compared with another model, both are called by the names of their folders
     if source.adapter and args.against in (None, "none"):
         name = "tuned"
     else:

@@ -167,14 +167,13 @@ class Encoded:
         has_system = len(prompt) > 1 and prompt[0]["role"] in SYSTEM_ROLES
         if has_system and whole == rendered(prompt[1:], example.tools):
             self.notes.append(SYSTEM_LOST)
-        # results and later system prompts are of the whole conversation
+        # results of tools, and system prompts after the first message
         for roles, note in ((("tool",), RESULTS_LOST), (SYSTEM_ROLES, SYSTEM_LOST)):
             later = [message for message in messages[1:] if message["role"] not in roles]
             if len(later) == len(messages[1:]) or note in self.notes:
                 continue
-            with_all = rendered(messages, example.tools)
             without = rendered([messages[0], *later], example.tools)
-            if with_all is not None and with_all == without:
+            if without is not None and without == rendered(messages, example.tools):
                 self.notes.append(note)
 
     def note_controls(self, texts: list[str], tokenizer: Tokenizer) -> None:

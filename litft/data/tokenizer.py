@@ -109,12 +109,18 @@ class Tokenizer:
             )
         self.chat_template = ""
         self.named_templates: dict[str, str] = {}
-        self.read_templates(folder)
+        self._set_templates(*_own_templates(folder, config))
 
-    def read_templates(self, folder: Path) -> None:
-        """Set the chat templates of a folder; without one, the style of Alpaca."""
+    def take_templates(self, folder: Path) -> None:
+        """Use the chat templates of another folder, if it has any."""
         config = read_json(folder / "tokenizer_config.json")
-        self.own_template, named_templates = _own_templates(folder, config)
+        template, named_templates = _own_templates(folder, config)
+        if template is not None or named_templates:
+            self._set_templates(template, named_templates)
+
+    def _set_templates(self, template: str | None, named_templates: dict[str, str]) -> None:
+        """Set a folder's chat templates; without one, the style of Alpaca."""
+        self.own_template = template
         self.has_template = self.own_template is not None
         self.use_template(self.own_template or ALPACA)
         for name, source in named_templates.items():
@@ -514,12 +520,6 @@ def check_text(text: str) -> str:
         )
         raise ValueError(f"{reason}; fix it where it was written") from None
     return text
-
-
-def has_templates(folder: Path) -> bool:
-    """Return whether a folder has a chat template."""
-    template, named = _own_templates(folder, read_json(folder / "tokenizer_config.json"))
-    return template is not None or bool(named)
 
 
 def _own_templates(

@@ -91,16 +91,12 @@ class FastBackend:
     @cached_property
     def adds_prefix_space(self) -> bool:
         """Whether a text gets a space in front."""
-        state = json.loads(self.backend.to_str())
-        steps = []
-        for part in (state.get("normalizer") or {}, state.get("pre_tokenizer") or {}):
-            steps += [part, *part.get("normalizers", []), *part.get("pretokenizers", [])]
-        for step in steps:
-            if step.get("type") == "Prepend" or step.get("add_prefix_space"):
-                return True
-            if step.get("prepend_scheme") in ("first", "always"):
-                return True
-        return False
+        text = "a"
+        if self.backend.normalizer is not None:
+            text = self.backend.normalizer.normalize_str(text)
+        if self.backend.pre_tokenizer is not None:
+            text = self.backend.pre_tokenizer.pre_tokenize_str(text)[0][0]
+        return text != "a"
 
     def _added_tokens(self) -> dict[int, Any]:
         """Return the library's added tokens, by their ids."""

@@ -200,7 +200,7 @@ class TokenSampler:
         scores = (logits - max_logit) / temperature
 
         if self.has_top_k:
-            # rows may have different k, V without top_k: (B, max k), of which each takes its own
+            # a row without top_k has k = V: (B, max k), of which each row takes its own k
             largest_scores = scores.topk(self.max_top_k).values
             kth_score = largest_scores.gather(1, self.top_k - 1)
             scores = scores.masked_fill(scores < kth_score, -torch.inf)

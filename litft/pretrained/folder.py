@@ -30,7 +30,7 @@ from litft.checkpoints.rules import Rule, match_name
 from litft.checkpoints.stored_formats import QUANTIZED_FORMATS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights
 from litft.data.digests import file_hash
-from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer, has_templates
+from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import (
     COMMON_ARCHITECTURES,
@@ -193,8 +193,8 @@ class PretrainedFolder:
             ):
                 tokenizer = Tokenizer(folder, self.base)
                 # an adapter's folder may have a template alone
-                if folder == self.base != self.folder and has_templates(self.folder):
-                    tokenizer.read_templates(self.folder)
+                if folder == self.base != self.folder:
+                    tokenizer.take_templates(self.folder)
                 return tokenizer
         return None
 

@@ -222,16 +222,15 @@ class Rollouts:
         of_first = rated.values[:, :, 0]
         at_one, at_all = _pass_rates(of_first)
         scores = [-reward, reward, at_one, at_all]
+        sums = rated.rewards.nansum(1).tolist()
+        counts = (~rated.rewards.isnan()).sum(1).tolist()
         is_rated = ~of_first.isnan()
-        num_rewards = int((~rated.rewards.isnan()).sum())
         of_scores = [
-            num_rewards,
-            num_rewards,
+            sum(counts),
+            sum(counts),
             int(is_rated.sum()),
             int(is_rated.any(1).sum()),
         ]
-        sums = rated.rewards.nansum(1).tolist()
-        counts = (~rated.rewards.isnan()).sum(1).tolist()
         return MeasuredRewards(scores, of_scores, list(map(Part, sums, counts)))
 
     def rate(

@@ -6,7 +6,13 @@ import shutil
 
 import pytest
 from conftest import ROOT, SHARED, copy_unpacked
-from own_tokenizers import OTHER_SCRIPTS, WRITERS, corpus, write_sentencepiece
+from own_tokenizers import (
+    OTHER_SCRIPTS,
+    WRITERS,
+    corpus,
+    put_before_texts,
+    write_sentencepiece,
+)
 from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer
 
@@ -339,20 +345,7 @@ def listed_in_a_file(folder):
 
 def with_a_prefix(folder):
     """A post-processor that puts two tokens before a text, of which none is called BOS."""
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    before = [{"SpecialToken": {"id": text, "type_id": 0}} for text in ("a", "ther")]
-    tokens = {}
-    for text in ("a", "ther"):
-        number = content["model"]["vocab"][text]
-        tokens[text] = {"id": text, "ids": [number], "tokens": [text]}
-    content["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
-        "special_tokens": tokens,
-    }
-    path.write_text(json.dumps(content))
+    put_before_texts(folder, ("a", "ther"))
 
 
 def with_a_separator(folder):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import STORIES, adapted, copy_tokenizer, copy_unpacked, script
-from own_tokenizers import write_bytes, write_fallback
+from own_tokenizers import put_before_texts, write_bytes, write_fallback
 from parity import ROWS, build, draw, relative
 from safetensors.torch import load_file
 
@@ -1578,20 +1578,8 @@ def test_normalizers_of_sentencepiece_are_refused(tmp_path):
 
 def test_tokens_before_a_text_that_have_no_field_are_noted(tmp_path, capsys):
     """As GLM's [gMASK]<sop>."""
-    before = [{"SpecialToken": {"id": text, "type_id": 0}} for text in ("<s>", "a")]
     folder = byte_level_folder(tmp_path / "model")
-    definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
-    tokens = {}
-    for text in ("<s>", "a"):
-        number = definition["model"]["vocab"].get(text, 1)
-        tokens[text] = {"id": text, "ids": [number], "tokens": [text]}
-    definition["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [*before, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"],
-        "special_tokens": tokens,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
+    put_before_texts(folder, ("a", "b"))
     to_gguf(folder, tmp_path / "file")
     assert "llama.cpp does not put" in capsys.readouterr().err
 

@@ -180,6 +180,10 @@ HOSTILE = {
         "data: {template: !!binary aGk=}\ntrain: {epochs: !!binary aGk=}",
         "train.epochs",
     ),
+    "a list for the method of a recipe": (
+        "recipe: {method: [lora]}",
+        "method .'lora'. does not exist; use lora",
+    ),
     "an object": (
         "data: !!python/object/apply:os.system [touch executed]",
         "no valid YAML",

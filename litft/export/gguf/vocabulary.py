@@ -161,8 +161,8 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         make_backend = _sentencepiece_bpe
     try:
         backend = make_backend(stored, tokens, special.get("unk_token"))
-    except ValueError:
-        raise
+    except ValueError as error:
+        raise ValueError(f"{file.folder}: {error}") from None
     except Exception as error:
         # the package tokenizers raises plain Exception
         raise ValueError(
