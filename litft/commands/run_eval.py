@@ -185,9 +185,13 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
         "log_samples": bool(args.out),
     }
 
+    notes = set()
+
     def run(subject: ScoredModel, session: Session) -> None:
         note = missing_template_note(session.tokenizer) if args.chat_template else None
-        if note:
+        # once for both models
+        if note and note not in notes:
+            notes.add(note)
             print(note, file=sys.stderr)
         results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
         subject.harness = {

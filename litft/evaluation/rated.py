@@ -39,10 +39,15 @@ class RatedAnswers:
         return totals
 
     def scores(self) -> dict[str, float]:
-        """Return the number of answers, the mean of the weighted sums, and that of each
-        function."""
+        """Return the number of answers, how many of them the length limit has cut, the mean of the
+        weighted sums, and that of each function."""
         sums = [total for total in self.totals() if total is not None]
-        scores = {"answers": float(len(self.answers)), "reward": _mean(sums)}
+        num_cut = sum(not answer.ended for answer in self.answers)
+        scores = {
+            "answers": float(len(self.answers)),
+            "answers cut": float(num_cut),
+            "reward": _mean(sums),
+        }
         if len(self.rewards) > 1:
             for number, reward in enumerate(self.rewards):
                 of_function = [of_answer[number] for of_answer in self.values]

@@ -103,7 +103,9 @@ def _held_out_lines(schedule: Schedule) -> Iterator[str]:
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
         cause = "--data.val_fraction is 0, and there is no --data.val_path"
-        if schedule.val_fraction:
+        if schedule.val_path:
+            cause = "no example of --data.val_path can be used; see above why"
+        elif schedule.val_fraction:
             cause = (
                 f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; "
                 "raise it"

@@ -76,11 +76,10 @@ def check_identity(
 ) -> None:
     """Raise ValueError if a checkpoint is of a run with another identity. progress: the content of
     its progress.json."""
+    saved = progress.get("identity", {})
+
     # split and data have messages that name a cause: their hashes would say nothing
-    if (
-        "split" in identity
-        and progress.get("identity", {}).get("split") != identity["split"]
-    ):
+    if "split" in identity and saved.get("split") != identity["split"]:
         reason = (
             "with an older validation split, so it would now train on "
             "examples it was validated on"
@@ -90,7 +89,6 @@ def check_identity(
     other_run = "start another run with its newest result as --checkpoint_dir"
 
     # the data
-    saved = progress.get("identity", {})
     for entry, name in (
         (TRAINING_DATA, "training data"),
         (VALIDATION_DATA, "validation data"),

@@ -46,6 +46,7 @@ class Schedule:
         self.group_size = group_size
         self.size = args.train.global_batch_size * group_size
         self.val_fraction = args.data.val_fraction
+        self.val_path = args.data.val_path
         self.answers_prompts = args.eval.max_new_tokens > 0
         self.max_steps = args.train.max_steps
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None

@@ -498,7 +498,7 @@ def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path
         "    return sum(letter in 'aeiou' for letter in completion)\n"
     )
     flags = ["--checkpoint_dir", tuned, "--data.path", examples, "--max_new_tokens", "8"]
-    flags += ["--limit", "6", "--reward", "rewards.py:vowels=2,brief:4"]
+    flags += ["--limit", "6", "--show", "6", "--reward", "rewards.py:vowels=2,brief:4"]
     output, done = run_eval(tmp_path, *flags)
     expected = [item["expected"] for item in output["answers"]]
     assert len(expected) == 6
@@ -510,6 +510,9 @@ def test_answers_are_rated_by_reward_functions(folder, tuned, examples, tmp_path
             if not len(of_data) % 2:
                 vowels.append(sum(letter in "aeiou" for letter in answer))
         assert scores["answers"] == 6 > len(vowels) > 0
+        shown = [line for line in done.stdout.splitlines() if line.startswith(f"{name}:")]
+        assert len(shown) == 6
+        assert scores["answers cut"] == sum(line.endswith("(cut)") for line in shown)
         assert scores["reward_vowels"] == pytest.approx(sum(vowels) / len(vowels))
         assert 0 <= scores["reward_brief"] <= 1
     assert "reward_vowels" in done.stdout

@@ -561,3 +561,15 @@ def test_no_rate_is_advised_for_few_examples(tiny, tmp_path, command, flags):
     assert "try --train.epochs 20 --train.global_batch_size 4\n" in done.stdout
     assert "nothing is held out for validation: --data.val_fraction is 0" in done.stdout
     assert done.stdout.count("no GPU was found: running on the CPU") == 1
+
+
+def test_a_validation_file_without_a_usable_example_is_named(tiny, tmp_path):
+    path = write_records(tmp_path / "few.jsonl", FEW)
+    long = [{"prompt": "word " * 3000, "completion": "x"}]
+    held_out = write_records(tmp_path / "held_out.jsonl", long)
+    flags = ["--data.path", path, "--data.val_path", held_out]
+    done = script(
+        "finetune/lora.py", "--checkpoint_dir", tiny, *flags, "--dry_run", cwd=tmp_path
+    )
+    cause = "no example of --data.val_path can be used; see above why"
+    assert f"nothing is held out for validation: {cause}" in done.stdout
