@@ -21,7 +21,7 @@ from litft.data.encoding_report import EncodingReport
 from litft.data.formats import FORMATS
 from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WITHOUT
 from litft.data.preferences import PREFERENCE_FIELDS
-from litft.data.similarity import near_pairs
+from litft.data.similarity import count_near
 from litft.data.sources import File, HubSplit, find_sources
 from litft.data.template_choice import (
     after_training,
@@ -128,11 +128,7 @@ class DataSplits:
     @cached_property
     def near_held_out(self) -> int:
         """The number of validation examples with nearly the prompt of a training example."""
-        trained = self.train.prompt_signatures()
-        held_out = self.val.prompt_signatures()
-        earlier, later = near_pairs(np.concatenate((trained, held_out))).T
-        is_pair = (earlier < len(trained)) & (later >= len(trained))
-        return len(np.unique(later[is_pair]))
+        return count_near(self.train.prompt_signatures(), self.val.prompt_signatures())
 
     @cached_property
     def train_digest(self) -> str:

@@ -3,7 +3,7 @@ out for validation."""
 
 import numpy as np
 
-from litft.data.similarity import first_equal, first_of_group
+from litft.data.similarity import copied_texts, first_equal
 from litft.data.token_store import NO_ROW, TokenStore
 
 # a store with some of its entries, in ascending order
@@ -26,7 +26,7 @@ def distinct_entries(stores: list[TokenStore], dedup: str) -> list[Part]:
     is_first = first_equal(contents) == numbers
     if dedup == "near":
         signatures = np.concatenate([store.signatures[:, 0] for store in stores])[rows]
-        is_first &= first_of_group(signatures) == numbers
+        is_first &= copied_texts(signatures) == numbers
     is_kept = np.zeros(sum(sizes), bool)
     is_kept[rows] = is_first
 

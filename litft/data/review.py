@@ -16,7 +16,7 @@ from litft.data.notes import (
     VARYING_SYSTEM,
 )
 from litft.data.record_facts import RecordFacts
-from litft.data.similarity import first_of_group
+from litft.data.similarity import copied_texts
 
 # a sentence that so many answers begin or end with, and so large a share of them, is boilerplate
 FEWEST_SAME_SENTENCES = 5
@@ -68,7 +68,7 @@ class Review:
         copies = self._copies()
         yield self._repeating(COPY, copies)
         near: dict[int, int] = {}
-        for index, first in enumerate(first_of_group(signatures).tolist()):
+        for index, first in enumerate(copied_texts(signatures).tolist()):
             if first != index and index not in copies:
                 near[index] = first
         yield self._repeating(NEAR_COPY, near)

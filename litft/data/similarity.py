@@ -1,5 +1,5 @@
-"""How alike texts are: MinHash signatures (Broder, 1997, by datasketch), and pairs of nearly equal
-texts, found by locality-sensitive hashing (Leskovec, Rajaraman and Ullman, 2014, chapter 3).
+"""How alike texts are: MinHash signatures (Broder, 1997, by datasketch), and nearly equal texts,
+found by locality-sensitive hashing (Leskovec, Rajaraman and Ullman, 2014, chapter 3).
 
 Similarity is Jaccard's: of two texts' sets of three words in a row, the share that both have.
 """
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 # two texts are nearly equal from this similarity on
 NEAR = 0.8
 NUM_HASHES = 128
-# A pair is compared if all hashes of one of the bands are equal. With 21 bands of 6 hashes, that
-# is so for 99.8 % of the pairs with a similarity of 0.8, and for 28 % of those with 0.5.
+# Two texts are compared if all hashes of one of the bands are equal. With 21 bands of 6 hashes,
+# that is so for 99.8 % of the pairs with a similarity of 0.8, and for 28 % of those with 0.5.
 BANDS = 21
 HASHES_PER_BAND = 6
 WORDS_IN_A_ROW = 3
@@ -29,7 +29,8 @@ WORD = re.compile(
 )
 SHINGLES_AT_ONCE = 10_000
 MOST_WORDS = 100_000  # of a text that are compared
-PAIRS_AT_ONCE = 100_000
+MOST_IN_BUCKET = 16
+NO_BUCKET = -1
 
 
 def contains_word(text: str) -> bool:
@@ -74,53 +75,95 @@ def similarity(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return (first == second).mean(axis=-1)
 
 
-def near_pairs(signatures: np.ndarray) -> np.ndarray:
-    """Return pairs (earlier, later) of nearly equal texts, (M, 2) int64, by their signatures
-    (N, 128).
+class NearTexts:
+    """Finds texts that are nearly equal, by the signatures (N, 128) of all of them.
 
-    Of many texts that are all alike, each is paired with the first ones only, so the number of
-    pairs grows with that of the texts. Texts without words have no pair.
+    Texts are compared with those that were added. Of many that are alike without being nearly
+    equal, only the first MOST_IN_BUCKET of a bucket are compared. Texts without words have no
+    equal.
     """
+
+    def __init__(self, signatures: np.ndarray) -> None:
+        self.signatures = signatures
+        self.buckets = _shared_buckets(signatures)
+        self.added: dict[int, list[int]] = {}  # by bucket
+
+    def alone(self) -> np.ndarray:
+        """Return which texts share no bucket with another one, (N,) bool."""
+        return (self.buckets == NO_BUCKET).all(axis=1)
+
+    def add(self, number: int) -> None:
+        """Let later texts be compared with this one."""
+        for bucket in self._buckets_of(number):
+            in_bucket = self.added.setdefault(bucket, [])
+            if len(in_bucket) < MOST_IN_BUCKET:
+                in_bucket.append(number)
+
+    def find(self, number: int) -> int | None:
+        """Return the first text that was added and is nearly equal to this one; None: no one is."""
+        found = set()
+        for bucket in self._buckets_of(number):
+            found.update(self.added.get(bucket, ()))
+        candidates = sorted(found)
+        if not candidates:
+            return None
+        is_near = similarity(self.signatures[candidates], self.signatures[number]) >= NEAR
+        if not is_near.any():
+            return None
+        return candidates[int(is_near.argmax())]
+
+    def _buckets_of(self, number: int) -> list[int]:
+        buckets = self.buckets[number]
+        return buckets[buckets != NO_BUCKET].tolist()
+
+
+def _shared_buckets(signatures: np.ndarray) -> np.ndarray:
+    """Return the bucket of each text in each band, (N, BANDS) int64: the texts of a bucket have
+    equal hashes there. NO_BUCKET: no other text has them, or the text has no words."""
+    buckets = np.full((len(signatures), BANDS), NO_BUCKET)
     numbers = np.flatnonzero(has_words(signatures))
-    found = [np.zeros((0, 2), np.int64)]
     for band in range(BANDS):
         first = band * HASHES_PER_BAND
-        keys = signatures[numbers, first : first + HASHES_PER_BAND]
-        found.append(_pairs_with_equal_keys(keys, numbers))
-    candidates = np.unique(np.concatenate(found), axis=0)
-    is_near = np.zeros(len(candidates), bool)
-    for start in range(0, len(candidates), PAIRS_AT_ONCE):
-        block = slice(start, start + PAIRS_AT_ONCE)
-        earlier, later = candidates[block].T
-        is_near[block] = similarity(signatures[earlier], signatures[later]) >= NEAR
-    return candidates[is_near]
+        hashes = signatures[numbers, first : first + HASHES_PER_BAND]
+        # numpy sorts the bytes of the hashes as one value
+        key_type = np.dtype((np.void, HASHES_PER_BAND * hashes.itemsize))
+        keys = np.ascontiguousarray(hashes).view(key_type).ravel()
+        _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+        is_shared = sizes[groups] > 1
+        # each band has numbers of its own
+        buckets[numbers[is_shared], band] = groups[is_shared] * BANDS + band
+    return buckets
 
 
-def _pairs_with_equal_keys(keys: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Return pairs (first, later) of numbers whose keys are equal, (M, 2).
+def copied_texts(signatures: np.ndarray) -> np.ndarray:
+    """Return for each text the number of the text that it nearly equals, (N,) int64, or its own.
 
-    keys: (N, K) uint32; numbers: (N,), ascending.
+    A text that copies another one is no original: texts that are nearly equal to it, but not to
+    the one that it copies, stay.
     """
-    size = keys.shape[1] * keys.itemsize
-    # numpy sorts the bytes of a key as one value
-    as_bytes = np.ascontiguousarray(keys).view(np.dtype((np.void, size))).ravel()
-    earlier = numbers[first_equal(as_bytes)]
-    is_pair = earlier != numbers
-    return np.stack((earlier[is_pair], numbers[is_pair]), axis=1)
+    copied = np.arange(len(signatures))
+    texts = NearTexts(signatures)
+    for number in np.flatnonzero(~texts.alone()).tolist():
+        original = texts.find(number)
+        if original is None:
+            texts.add(number)
+        else:
+            copied[number] = original
+    return copied
 
 
-def first_of_group(signatures: np.ndarray) -> np.ndarray:
-    """Return for each text the number of the first one of its group, (N,) int64; nearly equal texts
-    are in one group, and so are those of other texts that are nearly equal to them."""
-    # imported here because it takes half a second
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
-
-    count = len(signatures)
-    earlier, later = near_pairs(signatures).T
-    graph = coo_array((np.ones(len(earlier), bool), (earlier, later)), shape=(count, count))
-    _, groups = connected_components(graph, directed=False)
-    return first_equal(groups)
+def count_near(known: np.ndarray, others: np.ndarray) -> int:
+    """Return how many of the other texts nearly equal a known one, by their signatures (N, 128)
+    and (M, 128)."""
+    texts = NearTexts(np.concatenate((known, others)))
+    is_alone = texts.alone()
+    count = 0
+    for number in np.flatnonzero(~is_alone).tolist():
+        if number < len(known):
+            texts.add(number)
+        elif texts.find(number) is not None:
+            count += 1
+    return count
 
 
 def first_equal(values: np.ndarray) -> np.ndarray:

@@ -33,6 +33,10 @@ class Stopping(Exception):
     """The engine is stopping and accepts no requests."""
 
 
+class Failed(Exception):
+    """The engine has ended with an error and accepts no requests."""
+
+
 @dataclass
 class Job:
     """A request and the callback that receives its answer."""
@@ -62,7 +66,7 @@ class Engine:
         self.max_waiting = max_waiting
         next(iter(models.values())).limit_threads(rows)
         self.alive = True
-        # waiting and running, in order of arrival
+        # Waiting and running, in order of arrival. Other threads add to it: it is never iterated.
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._numbers = count()
@@ -79,10 +83,13 @@ class Engine:
         self._thread.start()
 
     def submit(self, model: str, requests: list[tuple[Request, Deliver]]) -> list[int]:
-        """Submit requests, all or none, and return their numbers. Raise Overloaded or Stopping."""
+        """Submit requests, all or none, and return their numbers. Raise Overloaded, Stopping or
+        Failed."""
         with self._lock:
-            if self._stopping or not self.alive:
+            if self._stopping:
                 raise Stopping
+            if not self.alive:
+                raise Failed
             if len(self._jobs) + len(requests) > self.max_requests:
                 raise Overloaded
             # the first number names the group of all that are submitted together
@@ -165,7 +172,8 @@ class Engine:
             # first, so that no further request waits for an answer
             with self._lock:
                 self.alive = False
-            for number in list(self._jobs):
+                numbers = list(self._jobs)
+            for number in numbers:
                 self._finish(number, error)
         finally:
             self.alive = False
@@ -202,9 +210,12 @@ class Engine:
     def _next_job(self, model: str) -> Job | None:
         """Return the next waiting job of a model: of the group with the fewest running jobs, the
         oldest."""
-        running = Counter(
-            job.group for number, job in self._jobs.items() if number not in self._waiting
-        )
+        running = Counter()
+        for batch in self._batches.values():
+            for number in batch.numbers:
+                # one whose prompt had an error has no job any more
+                if number in self._jobs:
+                    running[self._jobs[number].group] += 1
         waiting = (job for job in self._waiting.values() if job.model == model)
         return min(waiting, key=lambda job: (running[job.group], job.number), default=None)
 

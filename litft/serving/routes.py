@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from litft.args import ServeArgs
 from litft.inference.decoder import BrokenModel
 from litft.inference.generation import GenerationChunk, Request
-from litft.serving.engine import Engine, Overloaded, Stopping
+from litft.serving.engine import Engine, Failed, Overloaded, Stopping
 from litft.serving.openai_replies import Reply
 from litft.serving.openai_requests import (
     ApiError,
@@ -331,8 +331,8 @@ class Choices:
                     for index, request in enumerate(requests)
                 ],
             )
-        except (Overloaded, Stopping) as error:
-            raise _as_api_error(error) from None
+        except (Overloaded, Stopping, Failed) as error:
+            raise as_api_error(error) from None
 
     @property
     def count(self) -> int:
@@ -357,7 +357,7 @@ class Choices:
         # an error ends all answers to the request
         if isinstance(item, Exception):
             self.cancel()
-            raise _as_api_error(item)
+            raise as_api_error(item)
         self.num_unfinished -= item.finish_reason is not None
         return index, item
 
@@ -456,12 +456,17 @@ async def _disconnected(request: HttpRequest) -> None:
         pass
 
 
-def _as_api_error(error: Exception) -> ApiError:
+def as_api_error(error: Exception) -> ApiError:
     """Convert an error of the engine to the response that the client gets."""
     if isinstance(error, Overloaded):
         return ApiError(503, "too many requests are waiting; try again later", "overloaded")
     if isinstance(error, Stopping):
         return ApiError(503, "the server is shutting down", "stopping")
+    if isinstance(error, Failed):
+        message = (
+            "the engine has failed, see the server's log; the server must be started again"
+        )
+        return ApiError(503, message, "failed")
     if isinstance(error, BrokenModel):
         return ApiError(500, str(error), "broken_model")
     if isinstance(error, ValueError):

@@ -1,6 +1,9 @@
 """A long prompt does not keep the requests of others waiting, and no prompt waits for ever."""
 
+import sys
+from contextlib import suppress
 from queue import SimpleQueue
+from threading import Thread
 
 import pytest
 from server_process import copy_with_context
@@ -8,8 +11,9 @@ from server_process import copy_with_context
 from litft.args import Sampling, ServeArgs
 from litft.inference.generation import Batch, Request, generate_batch
 from litft.inference.session import open_sessions, source_of
-from litft.serving.engine import Engine
+from litft.serving.engine import Engine, Failed, Overloaded
 from litft.serving.prefill_turns import PrefillTurns
+from litft.serving.routes import as_api_error
 
 LONG = [7 + number % 300 for number in range(3000)]
 SHORT = [9, 8, 7]
@@ -83,6 +87,50 @@ def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch)
         "long": "out of memory",
         "short": "out of memory",
     }
+
+
+def test_requests_that_arrive_at_any_moment_do_not_end_the_engine(session):
+    """Threads change after 10 microseconds, so that requests arrive while the engine chooses the
+    next one."""
+    count = 400
+    engine = Engine({"model": session}, rows=4, capacity=64, max_waiting=60)
+    chunks = SimpleQueue()
+
+    def send():
+        sent = 0
+        while sent < count and engine.alive:
+            with suppress(Overloaded):
+                engine.submit("model", [(request([7 + sent % 300], 1), chunks.put)])
+                sent += 1
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        engine.start()
+        sender = Thread(target=send)
+        sender.start()
+        answers = [chunks.get(timeout=10) for _ in range(count)]
+        sender.join()
+    finally:
+        sys.setswitchinterval(interval)
+    engine.stop()
+    engine.join()
+    assert [chunk for chunk in answers if isinstance(chunk, Exception)] == []
+
+
+def test_an_engine_that_has_failed_says_so(session, monkeypatch):
+    """It is not shutting down: it has to be started again."""
+    engine = Engine({"model": session}, rows=1, capacity=64, max_waiting=4)
+    chunks = SimpleQueue()
+    monkeypatch.setattr(engine, "_admit", lambda: 1 // 0)
+    engine.submit("model", [(request(SHORT), chunks.put)])
+    engine.start()
+    assert isinstance(chunks.get(timeout=60), ZeroDivisionError)
+    engine.join()
+    with pytest.raises(Failed) as raised:
+        engine.submit("model", [(request(SHORT), chunks.put)])
+    error = as_api_error(raised.value)
+    assert (error.status, error.body["error"]["code"]) == (503, "failed")
 
 
 @pytest.fixture
