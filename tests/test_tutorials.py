@@ -242,7 +242,7 @@ def test_the_guide_to_data(clone):
     assert "2 records (question)" in printed[2] and "on 1 device" in printed[2]
     assert (
         "2 records (prompt)" in printed[3]
-        and "stories.jsonl (with other settings): 1 record" in printed[3]
+        and "stories.jsonl (with other settings, 2): 1 record" in printed[3]
     )
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
     assert "2 records (prompt)" in printed[5] and "⟦" not in printed[5]

@@ -6,10 +6,8 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from litft.data.formats import FORMATS
 from litft.data.notes import BLANK, CUT_AWAY, EMPTY, EQUAL, MASKED, NO_ROOM, WITHOUT
 from litft.data.preferences import PREFERENCE_FIELDS
 from litft.data.similarity import count_near
-from litft.data.sources import File, HubSplit, find_sources
+from litft.data.sources import File, HubSplit, used_sources
 from litft.data.template_choice import (
     after_training,
     choose_template,
@@ -57,6 +55,8 @@ class DataSplits:
     tokenizer: Tokenizer
     context: int  # the model's maximum number of tokens
     kind: str = "supervised"  # or "pairs", "labels", "prompts": see `Encoder`
+    # the labels of training files with weight 0
+    unused: list[str] = field(default_factory=list)
     # of each validation store; empty: they are one set
     val_names: tuple[str, ...] = ()
     replayed: str = ""  # the label of the model's own answers, see --data.replay
@@ -182,39 +182,41 @@ def load_data(
     )
 
     # the files, each tokenized once
-    train, named_val = find_sources(args)
-    files = dict.fromkeys([*train, *(file for _, file in named_val)])
-    encoders = {
-        file: _encoder_of(file, encoder, args.template_args, of_folder) for file in files
-    }
+    sources = used_sources(args)
+    train = sources.train
+    labels = sources.labels
+    encoders = {}
     stores = {}
-    for file in files:
+    for file in labels:
+        encoders[file] = _encoder_of(file, encoder, args.template_args, of_folder)
         stores[file] = tokenized(file, encoders[file], args.skip_bad, timeout)
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
-    by_label = _by_label(stores)
+    by_label = {labels[file]: store for file, store in stores.items()}
     reports = {label: store.report for label, store in by_label.items()}
     _check_columns(encoder.columns, reports)
     for file, store in stores.items():
-        _check_columns(dict(file.reading.columns), {file.label: store.report})
+        _check_columns(dict(file.reading.columns), {labels[file]: store.report})
     # from here on, as answers are generated after training on this data
-    rendered = [file for file in train if stores[file].report.has_conversations]
-    tokenizer, template = learned_template(
-        tokenizer, template, {file.label: encoders[file].tokenizer for file in rendered}
-    )
+    rendered = {}
+    for file in train:
+        if stores[file].report.has_conversations:
+            rendered[labels[file]] = encoders[file].tokenizer
+    tokenizer, template = learned_template(tokenizer, template, rendered)
     tokenizer = after_training(tokenizer, of_folder, reports)
     if not has_conversations(reports):
         template = "not used: the data is text"
 
-    parts = _distinct([stores[file] for file in train], args)
-    for_validation = [stores[file] for _, file in named_val]
+    parts = distinct_entries([stores[file] for file in train], args.dedup)
+    for_validation = [stores[file] for _, file in sources.val]
     training, held_out = _divided(parts, for_validation, args)
-    val_names = tuple(name for name, _ in named_val)
+    val_names = tuple(name for name, _ in sources.val)
     data = DataSplits(
         train=Samples.of(training, limit),
         val=Samples.of(held_out, limit),
-        weights=args.path_weights,
+        weights=sources.weights,
         reports=reports,
+        unused=sources.unused,
         limit=limit,
         template=template,
         tokenizer=tokenizer,
@@ -222,10 +224,10 @@ def load_data(
         kind=kind,
         val_names=val_names if len(set(val_names)) > 1 else (),
         dedup=args.dedup,
-        left_out=_left_out([file.label for file in train], parts, args.path_weights),
+        left_out=_left_out([labels[file] for file in train], parts),
         stores=by_label,
     )
-    _check_weights(data, [file.label for file in train])
+    _check_weights(data, [labels[file] for file in train])
     _check_samples(data)
     return data
 
@@ -245,35 +247,12 @@ def with_replay(data: DataSplits, file: File, timeout: float = math.inf) -> Data
     )
 
 
-def _by_label(stores: Mapping[File | HubSplit, TokenStore]) -> dict[str, TokenStore]:
-    """Return the store of each file by its label."""
-    by_label: dict[str, TokenStore] = {}
-    for file, store in stores.items():
-        label = file.label
-        # a file that is read in two ways has one label, but two stores
-        if label in by_label:
-            label += " (with other settings)"
-        by_label[label] = store
-    return by_label
-
-
-def _left_out(labels: list[str], parts: list[Part], weights: list[float]) -> dict[str, int]:
+def _left_out(labels: list[str], parts: list[Part]) -> dict[str, int]:
     """Return how many entries of each training file --data.dedup has left out."""
-    left_out = {}
-    for label, (store, entries), weight in zip(labels, parts, weights, strict=True):
-        left_out[label] = len(store.units) - len(entries) if weight else 0
+    left_out = Counter()
+    for label, (store, entries) in zip(labels, parts, strict=True):
+        left_out[label] += len(store.units) - len(entries)
     return left_out
-
-
-def _distinct(stores: list[TokenStore], args: DataArgs) -> list[Part]:
-    """Return each file with its entries, without those that --data.dedup leaves out."""
-    # a file with weight 0 is not used: it has no entries, and its records do not count as originals
-    used = [weight > 0 for weight in args.path_weights]
-    distinct = iter(distinct_entries(list(compress(stores, used)), args.dedup))
-    parts = []
-    for store, is_used in zip(stores, used, strict=True):
-        parts.append(next(distinct) if is_used else (store, np.arange(0)))
-    return parts
 
 
 def _divided(
@@ -293,17 +272,13 @@ def _divided(
 
 
 def _check_weights(data: DataSplits, labels: list[str]) -> None:
-    """Raise ValueError if a file with a weight above 0 has no example in an epoch."""
+    """Raise ValueError if a file has no example in an epoch, because of its weight."""
     for label, size, weight in zip(labels, data.train.sizes, data.weights, strict=True):
-        if size and weight and not round(size * weight):
+        if size and not round(size * weight):
             raise ValueError(
                 f"--data.weights {weight:g}: an epoch would have none of the {size} examples of "
                 f"{label}; raise it, or give 0"
             )
-    if len(data.train) and not any(data.weights):
-        raise ValueError(
-            "--data.weights: all are 0, so nothing is left to learn; raise them"
-        )
 
 
 def _check_samples(data: DataSplits) -> None:

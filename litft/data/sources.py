@@ -3,7 +3,8 @@ hub."""
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from functools import cache
 from glob import glob, has_magic
 from importlib import import_module
@@ -81,7 +82,9 @@ class HubSplit(NamedTuple):
     @property
     def label(self) -> str:
         """The name used in messages."""
-        return f"{self.name}, {self.split}"
+        if self.subset is None:
+            return f"{self.name}, {self.split}"
+        return f"{self.name}, {self.subset}, {self.split}"
 
     def dataset(self) -> Any:
         """Return the rows of the data set."""
@@ -99,6 +102,53 @@ class HubSplit(NamedTuple):
         if not dataset.cache_files:
             return digest_of_texts([json.dumps(record, default=str) for record in dataset])
         return " ".join(digest_of(Path(file["filename"])) for file in dataset.cache_files)
+
+
+class UsedSources(NamedTuple):
+    """The files that a run reads."""
+
+    train: list[File | HubSplit]
+    weights: list[float]  # of each training file, above 0
+    val: list[tuple[str, File | HubSplit]]  # with the names of their sets
+    # of each file once: its name in messages, which no other one has
+    labels: dict[File | HubSplit, str]
+    unused: list[str]  # the training files with weight 0
+
+
+def used_sources(args: DataArgs) -> UsedSources:
+    """Return the files that a run reads: not those with weight 0.
+
+    Raise ValueError as `find_sources` does, and if all weights are 0.
+    """
+    train = []
+    weights = []
+    unused = []
+    files, val = find_sources(args)
+    for file, weight in zip(files, args.path_weights, strict=True):
+        if weight:
+            train.append(file)
+            weights.append(weight)
+        else:
+            unused.append(file.label)
+    if not train:
+        raise ValueError(
+            "--data.weights: all are 0, so nothing is left to learn; raise them"
+        )
+    labels = _unique_labels([*train, *(file for _, file in val)])
+    return UsedSources(train, weights, val, labels, unused)
+
+
+def _unique_labels(files: Iterable[File | HubSplit]) -> dict[File | HubSplit, str]:
+    """Return the name of each file in messages. A file that is read in several ways has several."""
+    labels: dict[File | HubSplit, str] = {}
+    uses = Counter()
+    for file in dict.fromkeys(files):
+        uses[file.label] += 1
+        use = uses[file.label]
+        labels[file] = file.label
+        if use > 1:
+            labels[file] += f" (with other settings, {use})"
+    return labels
 
 
 def source_digests(args: DataArgs) -> dict[str, str]:

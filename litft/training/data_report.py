@@ -48,6 +48,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer, named: int = 3) -> Iter
         yield from note_lines(name, report, named, has_dedup=left_out > 0)
         if left_out:
             yield f"  --data.dedup leaves out {left_out:,} of the {report.samples:,} examples"
+    for name in data.unused:
+        yield f"{name}: not used, since its weight is 0"
     yield f"the chat template is {data.template}"
     yield from _warnings_of_limit(data)
 

@@ -1472,7 +1472,8 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
 
     # what is not trained is not measured, either, and is no original of a copy
     data = load_data(replace(args, val_fraction=0.5), Tokenizer(tiny), 512, 256)
-    assert list(data.train.sizes) == [4 - len(data.val), 0] and len(data.val)
+    assert list(data.train.sizes) == [4 - len(data.val)] and len(data.val)
+    assert list(data.reports) == [paths[0]] and data.unused == [paths[1]]
     same = replace(args, path=[paths[1], paths[1]], weights=[0, 1], dedup="exact")
     assert len(load_data(same, Tokenizer(tiny), 512, 256).train) == 4
 

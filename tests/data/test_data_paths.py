@@ -12,7 +12,7 @@ from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.args.data_path import DataPath
 from litft.args.parser import parse
 from litft.data.dataset import load_data
-from litft.data.sources import find_sources
+from litft.data.sources import HubSplit, find_sources
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
@@ -339,6 +339,26 @@ def test_the_template_of_inference_is_the_one_that_was_learned(tiny, files):
     data = load(tiny, DataArgs(path=paths, template="zephyr", val_fraction=0.0))
     assert "Zephyr" in data.tokenizer.chat_template
     assert "has another one, which answers after training are not rendered" in data.template
+
+
+def test_a_file_with_weight_0_does_not_choose_the_template(tiny, files):
+    other = {"path": files["chats"], "template": "chatml"}
+    faq = {"path": files["faq"], "weight": 0}
+    paths = [json.dumps(other), json.dumps(faq)]
+    data = load(tiny, DataArgs(path=paths, val_fraction=0.0))
+    assert "<|im_start|>" in data.tokenizer.chat_template
+    assert data.unused == [files["faq"]]
+
+
+def test_each_use_of_a_name_has_a_report(tiny, files):
+    """One file in three formats, and three subsets of one data set."""
+    paths = []
+    for template in ("chatml", "zephyr", "llama2"):
+        paths.append(json.dumps({"path": files["chats"], "template": template}))
+    data = load(tiny, DataArgs(path=paths, val_fraction=0.0))
+    assert len(data.reports) == len(data.left_out) == 3
+    subsets = {HubSplit("owner/name", subset, "train").label for subset in (None, "a", "b")}
+    assert len(subsets) == 3
 
 
 def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
