@@ -183,23 +183,22 @@ def load_data(
 
     # the files, each tokenized once
     sources = used_sources(args)
-    train = sources.train
     labels = sources.labels
     encoders = {}
     stores = {}
     for file in labels:
         encoders[file] = _encoder_of(file, encoder, args.template_args, of_folder)
         stores[file] = tokenized(file, encoders[file], args.skip_bad, timeout)
-    for store in stores.values():
-        _check_vocabulary(store.report, tokenizer, vocab_size)
     by_label = {labels[file]: store for file, store in stores.items()}
     reports = {label: store.report for label, store in by_label.items()}
+    for report in reports.values():
+        _check_vocabulary(report, tokenizer, vocab_size)
     _check_columns(encoder.columns, reports)
-    for file, store in stores.items():
-        _check_columns(dict(file.reading.columns), {labels[file]: store.report})
+    for file, label in labels.items():
+        _check_columns(dict(file.reading.columns), {label: reports[label]})
     # from here on, as answers are generated after training on this data
     rendered = {}
-    for file in train:
+    for file in sources.train:
         if stores[file].report.has_conversations:
             rendered[labels[file]] = encoders[file].tokenizer
     tokenizer, template = learned_template(tokenizer, template, rendered)
@@ -207,7 +206,7 @@ def load_data(
     if not has_conversations(reports):
         template = "not used: the data is text"
 
-    parts = distinct_entries([stores[file] for file in train], args.dedup)
+    parts = distinct_entries([stores[file] for file in sources.train], args.dedup)
     for_validation = [stores[file] for _, file in sources.val]
     training, held_out = _divided(parts, for_validation, args)
     val_names = tuple(name for name, _ in sources.val)
@@ -224,10 +223,10 @@ def load_data(
         kind=kind,
         val_names=val_names if len(set(val_names)) > 1 else (),
         dedup=args.dedup,
-        left_out=_left_out([labels[file] for file in train], parts),
+        left_out=_left_out([labels[file] for file in sources.train], parts),
         stores=by_label,
     )
-    _check_weights(data, [labels[file] for file in train])
+    _check_weights(data, [labels[file] for file in sources.train])
     _check_samples(data)
     return data
 

@@ -119,9 +119,12 @@ class Encoder:
             if isinstance(record, ValueError):
                 raise record
             missing = []
-            for name in self.columns.values():
-                if name not in record:
-                    missing.append(name)
+            mapped = []
+            for name, file_name in self.columns.items():
+                if file_name in record:
+                    mapped.append(name)
+                else:
+                    missing.append(file_name)
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = read_stored_messages(rename_columns(record, self.columns), where)
             if has_messages_as_text(record, where):
@@ -135,7 +138,7 @@ class Encoder:
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
                 return encoded
-            form = self.form or detect_format(record, where, missing)
+            form = self.form or detect_format(record, where, missing, mapped)
             example = to_example(record, where, self.tokenizer.chat_template, form)
             read = {*FORMATS[form].fields, *FORMATS[form].optional, *COMMON_FIELDS}
             encoded.unused = unused_fields(record, read)

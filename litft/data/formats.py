@@ -177,11 +177,17 @@ def preference_kind(record: Record) -> str | None:
     return None
 
 
-def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> str:
+def detect_format(
+    record: Record,
+    where: str,
+    missing: Sequence[str] = (),
+    mapped: Collection[str] = (),
+) -> str:
     """Return the name of a record's format; raise ValueError if no format matches its fields, or if
     it has a label.
 
-    missing: names in --data.columns that the record does not have, for the message.
+    missing: names in --data.columns that the record does not have, for the message. mapped: the
+    fields of formats that --data.columns fills.
     """
     if preference_kind(record) == "labels":
         reason = (
@@ -198,17 +204,28 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         if all(field in record for field in form.fields):
             filled = [field for field in form.fields if record[field] not in (None, "")]
             num_filled[name] = len(filled)
+    # formats that read more of the fields of --data.columns come first
+    num_mapped = {}
+    for name in num_filled:
+        read = FORMATS[name].fields + FORMATS[name].optional
+        num_mapped[name] = sum(
+            record[field] not in (None, "") for field in mapped if field in read
+        )
+    in_order = sorted(num_filled, key=lambda name: -num_mapped[name])
     # the text is often the rendered example: a record with an empty answer is not one of that text.
     # Token ids beside it may be of another tokenizer.
-    others = [name for name in num_filled if name not in ("text", "tokens")]
+    others = []
+    for name in in_order:
+        if name not in ("text", "tokens") or num_mapped[name]:
+            others.append(name)
     for name in others:
         if num_filled[name] == len(FORMATS[name].fields):
             return name
-    for name in (*others, *num_filled):
+    for name in (*others, *in_order):
         if num_filled[name]:
             return name
-    if num_filled:
-        return next(iter(num_filled))
+    if in_order:
+        return in_order[0]
 
     raise ValueError(f"{where}: {_without_format(record, where, missing)}")
 

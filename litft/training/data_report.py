@@ -98,10 +98,13 @@ def _held_out_lines(schedule: Schedule) -> Iterator[str]:
     data = schedule.data
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = count_of(len(data.val), "validation example")
-        remedy = (
-            "give --data.val_path or a larger --data.val_fraction, or learn them too: "
-            "--data.val_fraction 0"
-        )
+        if schedule.val_path:
+            remedy = "give more of them in --data.val_path"
+        else:
+            remedy = (
+                "give --data.val_path or a larger --data.val_fraction, or learn them too: "
+                "--data.val_fraction 0"
+            )
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
         cause = "--data.val_fraction is 0, and there is no --data.val_path"

@@ -1275,6 +1275,29 @@ def test_a_supervised_prompt_is_supervised_once(tiny):
     assert (second[common_length:] & SUPERVISED).all() and common_length > 5
 
 
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ([], "old answer"),
+        (["prompt=better_q", "completion=better_a"], "new answer"),
+        (["completion=better_a", "prompt=instruction"], "new answer"),
+        (["text=better_a"], "new answer"),
+        # alpaca's other field, and one that is empty
+        (["input=better_q"], "old answer"),
+        (["prompt=better_q", "completion=empty"], "old answer"),
+    ],
+)
+def test_fields_that_are_mapped_come_before_others(tmp_path, tiny, columns, expected):
+    record = {"instruction": "old question", "output": "old answer", "empty": ""}
+    record |= {"better_q": "new question", "better_a": "new answer"}
+    path = write_records(tmp_path / "data.jsonl", [record] * 2)
+    tokenizer = Tokenizer(tiny)
+    data = load(path, tokenizer, columns=columns)
+    (text,) = {tokenizer.decode(sample.tokens.tolist()) for sample in data.train}
+    answers = [answer for answer in ("old answer", "new answer") if answer in text]
+    assert answers == [expected]
+
+
 def test_columns_missing_from_all_records_are_reported(tmp_path, tiny):
     record = {"instruction": "a", "output": "b"}
     path = write_records(tmp_path / "a.jsonl", [record | {"ctx": "c"}, record])

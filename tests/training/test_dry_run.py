@@ -563,13 +563,28 @@ def test_no_rate_is_advised_for_few_examples(tiny, tmp_path, command, flags):
     assert done.stdout.count("no GPU was found: running on the CPU") == 1
 
 
-def test_a_validation_file_without_a_usable_example_is_named(tiny, tmp_path):
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        (
+            [{"prompt": "word " * 3000, "completion": "x"}],
+            "nothing is held out for validation: no example of --data.val_path can be used; see "
+            "above why",
+        ),
+        (
+            [{"prompt": "Is it held out?", "completion": "Yes."}],
+            "warning: 1 validation example cannot tell how good the model is; give more of them in "
+            "--data.val_path",
+        ),
+    ],
+)
+def test_a_validation_file_with_too_few_examples_is_named(
+    tiny, tmp_path, records, expected
+):
     path = write_records(tmp_path / "few.jsonl", FEW)
-    long = [{"prompt": "word " * 3000, "completion": "x"}]
-    held_out = write_records(tmp_path / "held_out.jsonl", long)
+    held_out = write_records(tmp_path / "held_out.jsonl", records)
     flags = ["--data.path", path, "--data.val_path", held_out]
     done = script(
         "finetune/lora.py", "--checkpoint_dir", tiny, *flags, "--dry_run", cwd=tmp_path
     )
-    cause = "no example of --data.val_path can be used; see above why"
-    assert f"nothing is held out for validation: {cause}" in done.stdout
+    assert expected in done.stdout
