@@ -22,6 +22,7 @@ from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.peft_module_names import missing_modules
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_writer import LazyTensor, write_weights
+from litft.data.declared_tokens import read_declared, read_json
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
 from litft.methods import AdapterTensors, Method, read_method
@@ -357,11 +358,25 @@ def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     copy_files(tokenizer.folder, folder)
     tokenizer.save_added(folder)
     _write_templates(tokenizer, folder)
+    _name_end_token(tokenizer, folder)
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     stops = tokenizer.stop_ids
     settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
     path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+
+def _name_end_token(tokenizer: Tokenizer, folder: Path) -> None:
+    """Name the end token in the tokenizer_config.json of an adapter's folder, if no file does.
+
+    The base's folder may lack the name, too: GPT-2's end token is that of the class that
+    transformers chooses by config.json, which an adapter's folder does not have.
+    """
+    if (folder / "config.json").is_file() or "eos_token" in read_declared(folder).named:
+        return
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) | {"eos_token": tokenizer.special["eos_token"]}
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:

@@ -77,6 +77,18 @@ def test_ids_in_transformers_equal_those_of_training(tokenizer_folder, tmp_path,
         ), text
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_end_token_of_an_adapter_is_known_in_transformers(
+    tokenizer_folder, tmp_path, name
+):
+    """GPT-2's folder does not name it, and an adapter's folder has no config.json."""
+    folder = copy_unpacked(tokenizer_folder(name), tmp_path / name)
+    tokenizer = Tokenizer(folder)
+    reference = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))
+    assert reference.eos_token == tokenizer.special["eos_token"]
+    assert reference.eos_token_id == AutoTokenizer.from_pretrained(folder).eos_token_id
+
+
 def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, tokenizer_folder):
     assert "tokenizer.model" in Tokenizer(tiny).portability_note()
     assert Tokenizer(tokenizer_folder("bytes")).portability_note() is None
