@@ -21,8 +21,8 @@ class DataArgs:
     paths: a,b. In a --config file, a path may be a mapping with its own format, columns, template,
     weight, limit, subset and split. Required with --checkpoint_dir."""
     weights: list[float] = field(default_factory=list)
-    """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for
-    each path."""
+    """One number per path: how many times an epoch uses its examples, such as 1,0.5; a path with 0
+    is not read. Default: 1 for each path."""
     subset: str | None = None
     """The subset (configuration) of a hub dataset that has several."""
     split: str | None = None
@@ -32,7 +32,8 @@ class DataArgs:
     """The format of the records. Default: detected from their field names."""
     columns: list[str] = field(default_factory=list)
     """Map litft's field names to those of your file, OURS=THEIRS:
-    instruction=question,output=reply."""
+    instruction=question,output=reply. Of two formats whose fields a record has, the one that is
+    mapped counts."""
     skip_bad: float = 0.0
     """The fraction of a file's records that may be invalid, such as 0.01 for one in a hundred;
     invalid records are skipped. 0: the first one ends the run."""
@@ -40,8 +41,8 @@ class DataArgs:
     """Use only the first records of each path, this many. Files with validation examples are used
     whole, unless they have a limit of their own. Default: all."""
     dedup: Literal["none", "exact", "near"] = "none"
-    """Leave out training records that copy an earlier one. exact: with equal content. near: also
-    those of which four fifths of the words, three in a row, are the same."""
+    """Leave out training records that copy an earlier one that stays. exact: with equal content.
+    near: also those of which four fifths of the words, three in a row, are the same."""
     replay: float = 0.0
     """Also learn the model's own answers to ordinary questions, so that it forgets less: as many as
     this share of the training examples, such as 0.1. They are generated before the run."""

@@ -134,8 +134,26 @@ def used_sources(args: DataArgs) -> UsedSources:
         raise ValueError(
             "--data.weights: all are 0, so nothing is left to learn; raise them"
         )
+    val = _with_shared_template(train, val)
     labels = _unique_labels([*train, *(file for _, file in val)])
     return UsedSources(train, weights, val, labels, unused)
+
+
+def _with_shared_template(
+    train: list[File | HubSplit], val: list[tuple[str, File | HubSplit]]
+) -> list[tuple[str, File | HubSplit]]:
+    """Return the validation files; those without a template of their own have the one that all
+    training files share, which is that of the result."""
+    templates = {file.reading.template for file in train}
+    if len(templates) > 1:
+        return val
+    (template,) = templates
+    with_template = []
+    for name, file in val:
+        if file.reading.template is None:
+            file = file._replace(reading=file.reading._replace(template=template))
+        with_template.append((name, file))
+    return with_template
 
 
 def _unique_labels(files: Iterable[File | HubSplit]) -> dict[File | HubSplit, str]:

@@ -350,6 +350,22 @@ def test_a_file_with_weight_0_does_not_choose_the_template(tiny, files):
     assert data.unused == [files["faq"]]
 
 
+def test_validation_examples_have_the_template_of_the_training_files(tiny, files):
+    """The loss is that of the conversations that the result has."""
+    train = json.dumps({"path": files["chats"], "template": "chatml"})
+    own = json.dumps({"path": files["faq"], "template": "zephyr"})
+    val = {"path": files["chats"]}
+    data = load(tiny, DataArgs(path=[train], val_path=[json.dumps(val)]))
+    text = Tokenizer(tiny).decode(data.val[0].tokens.tolist())
+    assert "<|im_start|>" in text
+    # with several templates, it is that of the flags, unless a set has its own
+    for settings, expected in (({}, False), ({"template": "chatml"}, True)):
+        paths = DataArgs(path=[train, own], val_path=[json.dumps(val | settings)])
+        data = load(tiny, paths)
+        text = Tokenizer(tiny).decode(data.val[0].tokens.tolist())
+        assert ("<|im_start|>" in text) == expected
+
+
 def test_each_use_of_a_name_has_a_report(tiny, files):
     """One file in three formats, and three subsets of one data set."""
     paths = []
