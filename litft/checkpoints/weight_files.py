@@ -527,15 +527,29 @@ def load_weights(
                 mapping.targets, quantized, tensors, strict=True
             ):
                 if module is not None:
-                    module.fill(
-                        # stacked experts (E, out, in) are quantized as one matrix
-                        QuantizedTensor.quantize(
-                            placement.shard(name, tensor).to(device, dtype).flatten(0, -2),
-                            module.kind,
-                        )
-                    )
+                    tensor = tensor.to(device, dtype)
+                    module.fill(_quantized_part(placement, name, tensor, module.kind))
                 else:
                     placement.copy_in(name, model.get_parameter(name), tensor.__getitem__)
+
+
+def _quantized_part(
+    placement: WeightPlacement, name: str, tensor: Tensor, kind: str
+) -> QuantizedTensor:
+    """Quantize a whole weight, (out, in) or (E, out, in), and return this process's part of it.
+
+    A part whose blocks of weights cross its boundary is quantized by itself, with other blocks.
+    """
+    # stacked experts are quantized as one matrix
+    quantized = QuantizedTensor.quantize(tensor.flatten(0, -2), kind)
+    partition = placement.partition(name)
+    if partition is None:
+        return quantized
+    matrices = tensor.size(0) if tensor.dim() == 3 else 1
+    part = quantized.part(*partition, matrices=matrices)
+    if part is None:
+        return QuantizedTensor.quantize(placement.shard(name, tensor).flatten(0, -2), kind)
+    return part
 
 
 def _read_part(

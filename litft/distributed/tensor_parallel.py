@@ -1,9 +1,9 @@
 """Tensor parallelism (Megatron-LM, arXiv 1909.08053): each process has some heads and some hidden
 units of each MLP.
 
-A process's part is a GPT of ordinary modules with fewer heads and hidden units, so methods and
-quantization work unchanged. The residual stream is complete on every process: the outputs of
-`o_proj` and `down_proj` are all-reduced.
+A process's part is a GPT of ordinary modules with fewer heads and hidden units, so methods work
+unchanged. A weight is quantized as a whole, and then divided (`QuantizedTensor.part`). The residual
+stream is complete on every process: the outputs of `o_proj` and `down_proj` are all-reduced.
 """
 
 from collections.abc import Callable
@@ -156,7 +156,7 @@ class TensorParallelPlacement(WeightPlacement):
 
         Only rank 0 keeps row-parallel biases, as outputs are summed over ranks.
         """
-        partition = self._partition(name)
+        partition = self.partition(name)
         if (
             partition is None
             and self.rank
@@ -175,17 +175,14 @@ class TensorParallelPlacement(WeightPlacement):
 
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         """See WeightPlacement. Return this process's shard of a full tensor."""
-        partition = self._partition(name)
+        partition = self.partition(name)
         if partition is None:
             return tensor
         return tensor.chunk(partition[2], partition[0])[partition[1]]
 
-    def _partition(self, name: str) -> tuple[int, int, int] | None:
-        """Return the sharded dimension of a parameter, this process's shard index and the number of
-        shards.
-
-        Return None if every process has the full parameter.
-        """
+    def partition(self, name: str) -> tuple[int, int, int] | None:
+        """See WeightPlacement. Return the sharded dimension of any parameter, this process's shard
+        index and the number of shards; None if every process has the full parameter."""
         owner, leaf = name.split(".")[-2:]
         if owner in COLUMN_PARALLEL:
             dim = OUTPUT_DIM.get(leaf)

@@ -32,7 +32,11 @@ from litft.inference.fused_linears import fuse_linears, pack_weights
 from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.generation_config import SETTING_TYPES, read_generation_config
 from litft.inference.speculative import Drafter, DraftModel, PromptLookup
-from litft.inference.tp_decoding import TensorParallelDecoder, make_tp_decoder
+from litft.inference.tp_decoding import (
+    TensorParallelDecoder,
+    make_tp_decoder,
+    note_on_cut_blocks,
+)
 from litft.methods import disabled
 from litft.model.placement import SINGLE_DEVICE, WeightPlacement
 from litft.model.transformer import GPT
@@ -247,6 +251,10 @@ def _devices(
     if args.layers_per_device is None:
         tp_decoder = make_tp_decoder(args.devices, args.accelerator, source)
         if tp_decoder:
+            kind = source.quantization(args.quantize)
+            note = note_on_cut_blocks(source, tp_decoder.placement, kind)
+            if note and tp_decoder.rank == 0:
+                print(note, file=sys.stderr)
             return (tp_decoder.device, tp_decoder.placement, tp_decoder)
         return (first_device, SINGLE_DEVICE, None)
 

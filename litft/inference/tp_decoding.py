@@ -30,6 +30,8 @@ from litft.errors import PeerLost, RankError
 from litft.inference.decoder import Decoder
 from litft.methods.mixins import disabled, mixins
 from litft.model.config import Config
+from litft.model.placement import WeightPlacement
+from litft.model.quantization import WEIGHTS_PER_SCALE, cuts_blocks, is_quantizable
 from litft.model.transformer import GPT
 from litft.pretrained.folder import PretrainedFolder
 from litft.signals import defer_signal
@@ -304,3 +306,26 @@ def make_tp_decoder(
             "folder"
         )
     return TensorParallelDecoder(devices, accelerator, source.config)
+
+
+def note_on_cut_blocks(
+    source: PretrainedFolder, placement: WeightPlacement, kind: str | None
+) -> str | None:
+    """Return what to say if blocks of quantized weights cross the boundaries between devices, so
+    that the answers are not quite those of one device; None if none do."""
+    if kind in (None, "int8"):
+        return None
+    outline = source.outline
+    for name, parameter in outline.named_parameters():
+        partition = placement.partition(name)
+        if partition is None or not is_quantizable(name, outline):
+            continue
+        dim, _, count = partition
+        if cuts_blocks(tuple(parameter.shape), dim, count):
+            return (
+                f"note: the blocks of {WEIGHTS_PER_SCALE} weights that {kind} scales together do "
+                f"not divide {name} evenly, so each device quantizes its part with other blocks: "
+                "the answers differ a little from those of one device; --quantize int8 has no "
+                "blocks"
+            )
+    return None

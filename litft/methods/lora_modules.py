@@ -78,7 +78,9 @@ class LoRALinear(Mixin, LowRankUpdate):
         self.register_parameter("lora_b0", initial_b)
         self.register_parameter("lora_m", magnitudes)
         # sharded weights are gathered for initialization only where it needs their values
-        self.reads_weight |= dora or from_weight
+        # not set to False, which would hide what another class that is mixed over the module says
+        if dora or from_weight:
+            self.reads_weight = True
 
     def reset_parameters(self) -> None:
         """Initialize A and B; DoRA's magnitudes are the norms of the rows."""

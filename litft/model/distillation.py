@@ -119,7 +119,9 @@ def distillation_loss(
     # a head changed by a method computes its own logits, and again in the backward pass
     # the sum times 0 connects the result with `hidden` even if there is no target
     total = (hidden.sum(dtype=torch.float32) * 0.0).expand(3)
-    for chunk in chunks(hidden):
+    # without targets, an empty chunk: the gradients of the head's parameters are reduced over all
+    # processes, so each of them must have some
+    for chunk in list(chunks(hidden)) or [slice(0, 0)]:
         part = how._replace(teacher=how.teacher.part(chunk))
         total = total + checkpoint(
             _head_losses,

@@ -114,6 +114,11 @@ class WeightPlacement:
         """Fill this process's part of a tensor of any shape; see `copy_into_local`."""
         copy_into_local(tensor, read)
 
+    def partition(self, name: str) -> tuple[int, int, int] | None:
+        """Return how a parameter is divided for quantization: the dimension, counted from the end,
+        this process's part, and the number of parts. None: this process quantizes all of it."""
+        return None
+
     def shard(self, name: str, tensor: Tensor) -> Tensor:
         """Return the part of a whole tensor, of any shape, to quantize for this process: here all
         of it."""

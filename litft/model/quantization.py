@@ -40,6 +40,7 @@ STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbyt
 # streams, a few rows each
 UNQUANTIZED = (*ROUTERS, ".altup.modality", ".altup.prediction", ".altup.correction")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale
+WEIGHTS_PER_SCALE = 64  # of what is quantized here, in 4 bits
 
 # E experts, N rows, S scales, one for each block of weights, Z scales of scales
 
@@ -92,7 +93,10 @@ class QuantizedTensor:
         name, _, nested = kind.partition("-")
         return cls(
             *functional.quantize_4bit(
-                weight, quant_type=name, compress_statistics=bool(nested)
+                weight,
+                quant_type=name,
+                compress_statistics=bool(nested),
+                blocksize=WEIGHTS_PER_SCALE,
             )
         )
 
@@ -137,6 +141,46 @@ class QuantizedTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the matrix (out, in) in `dtype`."""
         return dequantized(self.data, *self.components(), dtype)
+
+    def part(
+        self, dim: int, index: int, count: int, matrices: int = 1
+    ) -> "QuantizedTensor | None":
+        """Return part `index` of `count` equal ones, with the values that it has in the whole; None
+        if a block of weights is not in one part alone.
+
+        dim: -2 divides the outputs, -1 the inputs. matrices: how many this matrix consists of, one
+        below the other; each of them is divided. Double quantization is undone.
+        """
+        statistics, numbers, kind = self.components()
+        height, width = numbers[:2]
+        if kind == "int8":
+            data = self.data.view(matrices, -1, width).chunk(count, dim)[index]
+            maxima = self.state
+            if dim == -2:
+                maxima = maxima.view(matrices, -1).chunk(count, -1)[index].flatten()
+            return QuantizedTensor(data.flatten(0, 1).contiguous(), maxima.contiguous())
+
+        if cuts_blocks((height // matrices, width), dim, count):
+            return None
+        if dim == -2:
+            height //= count
+            # weights that are stored one after the other
+            run = height // matrices * width
+        else:
+            width //= count
+            run = width
+        scales = _block_scales(statistics, numbers)
+        runs = height * width // run
+        state = copy(self.state)
+        # contiguous: the kernels ignore strides
+        state.absmax = scales.view(runs, count, -1)[:, index].flatten().contiguous()
+        state.shape = torch.Size((height, width))
+        state.nested = False
+        state.offset = None
+        state.state2 = None
+        # two weights a byte
+        data = self.data.view(runs, count, -1)[:, index].reshape(-1, 1)
+        return QuantizedTensor(data.contiguous(), state)
 
     def components(self) -> tuple[list[Tensor], list[int], str]:
         """Return `state` as operator arguments: tensors, integers that begin with the matrix's
@@ -420,6 +464,15 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
     if leaf != "weight" or owner == "lm_head" or owner.endswith(UNQUANTIZED):
         return False
     return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
+
+
+def cuts_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
+    """Return whether blocks of weights in 4 bits cross the boundaries of `count` parts of a weight
+    (out, in) or (E, out, in) along `dim`, -2 or -1; see `QuantizedTensor.part`."""
+    run = shape[-1] // count
+    if dim == -2:
+        run = shape[-2] // count * shape[-1]
+    return run % WEIGHTS_PER_SCALE != 0
 
 
 def empty_storage(weight: Tensor, kind: str) -> Tensor:

@@ -12,6 +12,7 @@ from tp_logits import logits
 
 import litft
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
+from litft.inference.tp_decoding import note_on_cut_blocks
 from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.pretrained.build import base_model
 from litft.pretrained.folder import resolve
@@ -105,13 +106,33 @@ def test_every_method(folders, tmp_path):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_each_process_quantizes_its_shard(folders, tmp_path):
-    """The logits equal those of an unsplit model whose shards were quantized one by one."""
-    cases = [
-        (name, kind)
-        for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized")
-        for kind in ("nf4", "int8")
-    ]
+def test_quantized_weights_are_those_of_one_device(make_model, tmp_path):
+    """Scales are those of the whole weight: rows of int8, blocks, and blocks of scales."""
+    sizes = dict(hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
+    experts = dict(moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2)
+    llama = make_model(transformers.LlamaConfig, intermediate_size=256, **sizes)[1]
+    moe = make_model(transformers.Qwen3MoeConfig, **experts, **sizes)[1]
+    cases = []
+    for folder in (llama, moe):
+        for kind in ("nf4", "nf4-dq", "fp4", "int8"):
+            case = {"folder": str(folder), "tokens": TOKENS.tolist(), "quantize": kind}
+            cases.append(case)
+    for case, actual in zip(cases, logits(cases, tmp_path), strict=True):
+        model, _ = litft.load(case["folder"], "fp32", quantize=case["quantize"])
+        assert relative(actual, model(TOKENS)) <= 1e-5, case
+        placement = TensorParallelPlacement(model.config, 0, 2)
+        source = resolve(case["folder"])
+        assert note_on_cut_blocks(source, placement, case["quantize"]) is None
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_parts_with_blocks_of_their_own(folders, tmp_path):
+    """Where blocks cross the boundaries of parts, the logits equal those of an unsplit model whose
+    parts were quantized one by one, and a line says so."""
+    cases = []
+    for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized"):
+        cases.append((name, "nf4"))
     requests = [
         {"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind}
         for name, kind in cases
@@ -119,6 +140,8 @@ def test_each_process_quantizes_its_shard(folders, tmp_path):
     for (name, kind), actual in zip(cases, logits(requests, tmp_path), strict=True):
         model, _ = litft.load(folders[name], "fp32")
         slices = [TensorParallelPlacement(model.config, rank, 2) for rank in range(2)]
+        note = note_on_cut_blocks(resolve(folders[name]), slices[0], kind)
+        assert "each device quantizes its part" in note
         for key, parameter in model.named_parameters():
             if is_quantizable(key, model):
                 dim = -1 if key.split(".")[-2] in ("o_proj", "down_proj") else -2

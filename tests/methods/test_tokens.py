@@ -200,6 +200,17 @@ def test_the_plan_counts_the_rows_of_new_tokens_that_are_trained(tiny):
     assert [count - counts[0] for count in counts] == [0, 2 * tables * source.config.dim, 0]
 
 
+def test_a_table_with_lora_is_gathered_for_the_rows_of_new_tokens(tiny):
+    """Their initial values are those of rows of the table, of which a process has a part."""
+    source = resolve(tiny)
+    method = LoRA(LoRAArgs(r=4, targets=["embed", "lm_head"]))
+    method.select_targets(source.outline, source.adapter_rules)
+    method.tokens = {512: [1], 513: [2]}
+    model = source.meta_model()
+    method.attach(model)
+    assert model.embed.reads_weight and model.lm_head.reads_weight
+
+
 def test_new_tokens_beyond_a_second_table_are_refused(make_model, tmp_path):
     """transformers adds rows to Gemma's table of per-layer embeddings, which litft reads as row
     0."""
