@@ -49,6 +49,12 @@ _STRATEGY = (
 )
 _LOAD = "the model is a folder or a hub id"
 _TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
+_DTYPES = {
+    "auto": "",
+    "bfloat16": "--precision bf16",
+    "float16": "--precision fp16",
+    "float32": "--precision fp32",
+}
 _SCHEDULES = {
     "constant_with_warmup": "--train.lr_schedule constant",
     "cosine_with_min_lr": "--train.lr_schedule cosine",
@@ -254,6 +260,7 @@ ALIASES: dict[str, Alias] = {
     "evals_per_epoch": Alias("--eval.interval N", _STEPS),
     "saves_per_epoch": Alias("--save.interval N", _STEPS),
     "save_steps": Alias("--save.interval {value}", _STEPS),
+    "save_interval": Alias("--save.interval {value}", _STEPS),
     "save_strategy": Alias("--save.interval N", _STEPS),
     "save_total_limit": Alias("--save.keep_last {value}"),
     **dict.fromkeys(
@@ -264,7 +271,7 @@ ALIASES: dict[str, Alias] = {
     "early_stopping_patience": Alias(
         "--eval.patience {value}", "validations without a new lowest loss"
     ),
-    "report_to": Alias("--logger {value}"),
+    "report_to": Alias("--logger {value}", values={"none": "", "all": ""}),
     "wandb_project": Alias("--logger wandb --logger_project {value}"),
     "wandb_name": Alias("", "W&B reads WANDB_NAME"),
     "wandb_entity": Alias("", "W&B reads WANDB_ENTITY"),
@@ -376,8 +383,10 @@ ALIASES: dict[str, Alias] = {
         values={"auto": ""},
     ),
     "fp16": Alias("--precision fp16", values={"auto": ""}),
-    "dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
-    "torch_dtype": Alias("--precision {value}", "bf16, fp16 or fp32"),
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"),
+        Alias("--precision {value}", "bf16, fp16 or fp32", values=_DTYPES),
+    ),
     "bfloat16": Alias(
         "--precision bf16",
         "the default on a GPU that has bf16 arithmetic",
@@ -389,7 +398,9 @@ ALIASES: dict[str, Alias] = {
         "double_quantization use_bnb_nested_quant bnb_4bit_use_double_quant".split(),
         Alias("", "--quantize nf4-dq quantizes the scales, too"),
     ),
-    "bnb_4bit_quant_type": Alias("--quantize {value}"),
+    **dict.fromkeys(
+        ("bnb_4bit_quant_type", "quantization_type"), Alias("--quantize {value}")
+    ),
     "load_in_8bit": Alias("--quantize int8"),
     "quantization_bit": Alias(
         "--quantize nf4-dq",

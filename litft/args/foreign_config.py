@@ -53,6 +53,7 @@ NESTED_QUANTIZATION = (
     "use_bnb_nested_quant",
     "bnb_4bit_use_double_quant",
 )
+TYPES_OF_4_BIT = ("bnb_4bit_quant_type", "quantization_type")
 # settings of programs, litgpt among them, whose rates end at 0
 ENDS_AT_0 = (
     "lr_scheduler",
@@ -256,12 +257,16 @@ def _read_quantization(given: dict[str, Any], entries: Mapping[str, Any]) -> Non
     if not any(entries.get(name) for name in SWITCHES_OF_4_BIT):
         del given["quantize"]
         return
-    # axolotl has no switch for it
-    is_nested = kind.endswith("-dq") or program_of(entries) is AXOLOTL
-    for name in NESTED_QUANTIZATION:
-        if entries.get(name) is not None:
-            is_nested = bool(entries[name])
-    base = str(entries.get("bnb_4bit_quant_type") or kind.removesuffix("-dq"))
+    # axolotl has no switch for it, and LLaMA-Factory's is on
+    is_nested = kind.endswith("-dq") or program_of(entries) in (AXOLOTL, LLAMA_FACTORY)
+    base = kind.removesuffix("-dq")
+    for entry, value in entries.items():
+        # axolotl has them in a group, bnb_config_kwargs
+        name = entry.rpartition(".")[2]
+        if name in NESTED_QUANTIZATION and value is not None:
+            is_nested = bool(value)
+        if name in TYPES_OF_4_BIT and value:
+            base = str(value)
     given["quantize"] = f"{base}-dq" if is_nested else base
 
 

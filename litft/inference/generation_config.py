@@ -147,6 +147,8 @@ _UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (),
     "guidance_scale": (1.0,),
     "length_penalty": (1.0, 0.0),
+    # 20: transformers' own default, which old files have
+    "max_length": (20,),
     "max_time": (),
     "min_length": (0,),
     "min_new_tokens": (0,),
@@ -171,6 +173,9 @@ def _ignored_settings(config: dict[str, Any]) -> list[str]:
             continue
         # of beam search alone
         if name == "length_penalty" and config.get("num_beams", 1) == 1:
+            continue
+        # it counts the prompt, too, and the other limit has priority
+        if name == "max_length" and config.get("max_new_tokens") is not None:
             continue
         ignored.append(f"{name} {str(value)[:40]}")
     return ignored

@@ -482,6 +482,17 @@ def test_answers_of_an_unknown_length_do_not_step_in_the_backward_pass():
         ),
         # the type alone quantizes nothing
         ("bnb_4bit_quant_type: fp4\nmodel_name_or_path: m\n", None),
+        ("stage: sft\nquantization_type: fp4\nquantization_bit: 4\n", "fp4-dq"),
+        # a group of axolotl
+        (
+            "base_model: m\nload_in_4bit: true\n"
+            "bnb_config_kwargs: {bnb_4bit_use_double_quant: false}\n",
+            "nf4",
+        ),
+        (
+            "base_model: m\nbnb_config_kwargs: {bnb_4bit_quant_type: fp4}\nload_in_4bit: true\n",
+            "fp4-dq",
+        ),
     ],
 )
 def test_the_parts_of_quantization_are_converted(text, quantize, tmp_path):
@@ -490,6 +501,28 @@ def test_the_parts_of_quantization_are_converted(text, quantize, tmp_path):
         parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     converted = yaml.safe_load(str(error.value).partition("no counterpart:\n")[2])
     assert converted.get("quantize") == quantize
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("torch_dtype: bfloat16\nmodel_name_or_path: m\n", {"precision": "bf16"}),
+        ("dtype: float16\nmodel_name_or_path: m\n", {"precision": "fp16"}),
+        ("report_to: none\nmodel_name_or_path: m\n", {}),
+        ("train:\n  save_interval: 200\n", {"save": {"interval": 200}}),
+    ],
+)
+def test_values_of_other_programs_are_converted(text, expected, tmp_path):
+    """The file that is printed is one that litft reads."""
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    converted = yaml.safe_load(str(error.value).partition("no counterpart:\n")[2])
+    for name in ("precision", "save", "logger"):
+        assert converted.get(name) == expected.get(name)
+    converted |= {"checkpoint_dir": "m", "data": {"path": ["a.jsonl"]}}
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump(converted))
+    parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "b.yaml")])
 
 
 def test_plan_takes_the_settings_of_a_recipe(tmp_path):

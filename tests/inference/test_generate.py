@@ -503,6 +503,7 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
         "no_repeat_ngram_size": 3,
         "bad_words_ids": [[5]],
         "length_penalty": 2.0,
+        "max_length": 4096,
     }
     # these change nothing
     stored |= {"typical_p": 1.0, "min_length": 0, "guidance_scale": None, "top_k": 0}
@@ -514,6 +515,7 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
         "no_repeat_ngram_size 3",
         "bad_words_ids [[5]]",
         "length_penalty 2.0",
+        "max_length 4096",
     ):
         assert name in printed
     for name in ("typical_p", "min_length", "guidance_scale"):
