@@ -201,7 +201,11 @@ def _open_sessions(
     stored = sources[0].dtype(None) if args.for_speed else torch.float32
     precision = pick_generation_precision(args.precision, device, stored, in_range)
     note = lacks_bf16(device, precision)
-    if args.precision == "auto" and note:
+    if device.type == "cpu" and precision == "bf16":
+        note = (
+            "computing in bf16, which is fast on this CPU; --precision fp32 is more exact"
+        )
+    if args.precision == "auto" and note and is_first_on_node():
         print(note, file=sys.stderr)
     models = load_models(sources, precision, device, args.quantize, placement)
 

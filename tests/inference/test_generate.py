@@ -469,9 +469,10 @@ def test_all_mistakes_are_reported_at_once(folder, tmp_path):
 
 @pytest.mark.parametrize("stored", ["bf16", "fp32"])
 def test_precision_auto_is_the_fastest_dtype_of_the_cpu(
-    tiny, tmp_path, stored, monkeypatch
+    tiny, tmp_path, stored, monkeypatch, capsys
 ):
-    """bf16 only for bf16 weights and a CPU that has bf16 arithmetic, and never for scores."""
+    """bf16 only for bf16 weights and a CPU that has bf16 arithmetic, and never for scores. A line
+    says so."""
     folder = tmp_path / "model"
     command(
         "convert_hf_checkpoint",
@@ -488,6 +489,8 @@ def test_precision_auto_is_the_fastest_dtype_of_the_cpu(
             (ModelArgs, torch.float32),
         ):
             assert open_session(args(checkpoint_dir=str(folder))).model.dtype == dtype
+            printed = capsys.readouterr().err
+            assert ("computing in bf16" in printed) == (dtype == torch.bfloat16)
         assert (
             open_session(
                 GenerateArgs(checkpoint_dir=str(folder), precision="fp32")
