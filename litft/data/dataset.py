@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -183,25 +184,25 @@ def load_data(
 
     # the files, each tokenized once
     sources = used_sources(args)
-    labels = sources.labels
-    encoders = {}
     stores = {}
-    for file in labels:
-        encoders[file] = _encoder_of(file, encoder, args.template_args, of_folder)
-        stores[file] = tokenized(file, encoders[file], args.skip_bad, timeout)
-    by_label = {labels[file]: store for file, store in stores.items()}
+    rendered = {}
+    for file in sources.train:
+        own = _encoder_of(file, encoder, args.template_args, of_folder)
+        stores[file] = tokenized(file, own, args.skip_bad, timeout)
+        if stores[file].report.has_conversations:
+            rendered[sources.labels[file]] = own.tokenizer
+    # from here on, as answers are generated afterwards; so are validation sets without a template
+    tokenizer, template = learned_template(tokenizer, template, rendered)
+    for_val = replace(encoder, tokenizer=tokenizer)
+    for _, file in sources.val:
+        if file not in stores:
+            own = _encoder_of(file, for_val, args.template_args, of_folder)
+            stores[file] = tokenized(file, own, args.skip_bad, timeout)
+    by_label = {sources.labels[file]: store for file, store in stores.items()}
     reports = {label: store.report for label, store in by_label.items()}
     for report in reports.values():
         _check_vocabulary(report, tokenizer, vocab_size)
-    _check_columns(encoder.columns, reports)
-    for file, label in labels.items():
-        _check_columns(dict(file.reading.columns), {label: reports[label]})
-    # from here on, as answers are generated after training on this data
-    rendered = {}
-    for file in sources.train:
-        if stores[file].report.has_conversations:
-            rendered[labels[file]] = encoders[file].tokenizer
-    tokenizer, template = learned_template(tokenizer, template, rendered)
+    _check_all_columns(encoder.columns, sources.labels, reports)
     tokenizer = after_training(tokenizer, of_folder, reports)
     if not has_conversations(reports):
         template = "not used: the data is text"
@@ -209,7 +210,7 @@ def load_data(
     parts = distinct_entries([stores[file] for file in sources.train], args.dedup)
     for_validation = [stores[file] for _, file in sources.val]
     training, held_out = _divided(parts, for_validation, args)
-    val_names = tuple(name for name, _ in sources.val)
+    names = tuple(name for name, _ in sources.val)
     data = DataSplits(
         train=Samples.of(training, limit),
         val=Samples.of(held_out, limit),
@@ -221,12 +222,12 @@ def load_data(
         tokenizer=tokenizer,
         context=context,
         kind=kind,
-        val_names=val_names if len(set(val_names)) > 1 else (),
+        val_names=names if len(set(names)) > 1 else (),
         dedup=args.dedup,
-        left_out=_left_out([labels[file] for file in sources.train], parts),
+        left_out=_left_out([sources.labels[file] for file in sources.train], parts),
         stores=by_label,
     )
-    _check_weights(data, [labels[file] for file in sources.train])
+    _check_weights(data, [sources.labels[file] for file in sources.train])
     _check_samples(data)
     return data
 
@@ -364,6 +365,17 @@ def _columns(items: list[str], kind: str) -> dict[str, str]:
             f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(fields)}"
         )
     return columns
+
+
+def _check_all_columns(
+    columns: dict[str, str],
+    labels: Mapping[File | HubSplit, str],
+    reports: dict[str, EncodingReport],
+) -> None:
+    """Check --data.columns and the columns of each file; see `_check_columns`."""
+    _check_columns(columns, reports)
+    for file, label in labels.items():
+        _check_columns(dict(file.reading.columns), {label: reports[label]})
 
 
 def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) -> None:

@@ -204,12 +204,13 @@ def detect_format(
         if all(field in record for field in form.fields):
             filled = [field for field in form.fields if record[field] not in (None, "")]
             num_filled[name] = len(filled)
-    # formats that read more of the fields of --data.columns come first
+    # formats of which more required fields are in --data.columns come first
     num_mapped = {}
     for name in num_filled:
-        read = FORMATS[name].fields + FORMATS[name].optional
         num_mapped[name] = sum(
-            record[field] not in (None, "") for field in mapped if field in read
+            record[field] not in (None, "")
+            for field in FORMATS[name].fields
+            if field in mapped
         )
     in_order = sorted(num_filled, key=lambda name: -num_mapped[name])
     # the text is often the rendered example: a record with an empty answer is not one of that text.

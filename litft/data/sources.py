@@ -134,26 +134,8 @@ def used_sources(args: DataArgs) -> UsedSources:
         raise ValueError(
             "--data.weights: all are 0, so nothing is left to learn; raise them"
         )
-    val = _with_shared_template(train, val)
     labels = _unique_labels([*train, *(file for _, file in val)])
     return UsedSources(train, weights, val, labels, unused)
-
-
-def _with_shared_template(
-    train: list[File | HubSplit], val: list[tuple[str, File | HubSplit]]
-) -> list[tuple[str, File | HubSplit]]:
-    """Return the validation files; those without a template of their own have the one that all
-    training files share, which is that of the result."""
-    templates = {file.reading.template for file in train}
-    if len(templates) > 1:
-        return val
-    (template,) = templates
-    with_template = []
-    for name, file in val:
-        if file.reading.template is None:
-            file = file._replace(reading=file.reading._replace(template=template))
-        with_template.append((name, file))
-    return with_template
 
 
 def _unique_labels(files: Iterable[File | HubSplit]) -> dict[File | HubSplit, str]:
@@ -171,11 +153,7 @@ def _unique_labels(files: Iterable[File | HubSplit]) -> dict[File | HubSplit, st
 
 def source_digests(args: DataArgs) -> dict[str, str]:
     """Return the hash of the content of all files of examples, by label."""
-    train, validation = find_sources(args)
-    digests = {}
-    for file in [*train, *(file for _, file in validation)]:
-        digests[file.label] = file.digest()
-    return digests
+    return {file.label: file.digest() for file in used_sources(args).labels}
 
 
 def find_sources(
@@ -207,7 +185,7 @@ def find_sources(
             )
 
     # the training files, and the validation files that come with them
-    for item in args.paths:
+    for item, weight in zip(args.paths, args.path_weights, strict=True):
         path, splits = (
             item.path,
             _splits(item.path, item.subset or args.subset, item.split or args.split),
@@ -228,7 +206,7 @@ def find_sources(
         train.append(
             splits["train"]._replace(limit=item.limit or args.limit, reading=reading)
         )
-        if "val" in splits:
+        if "val" in splits and weight:
             val.append(splits["val"]._replace(reading=reading))
     # a path may name the validation split as training examples
     is_trained_on = {source._replace(limit=None) for source in train}

@@ -18,7 +18,13 @@ from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.formats import preference_kind, rename_columns
 from litft.data.notes import CUT, CUT_AWAY, NO_ROOM, TOOLS_LOST
 from litft.data.prompts import has_format
-from litft.data.sources import File, HubSplit, find_sources, source_digests
+from litft.data.sources import (
+    File,
+    HubSplit,
+    find_sources,
+    source_digests,
+    used_sources,
+)
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
@@ -311,10 +317,13 @@ def _apply_overrides(
             continue
         reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
         raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
-    # how often training reads a file, and which tokens it adds, does not change what is held out
-    return replace(
-        trained_data, **overrides | {"weights": [], "new_tokens": [], "replay": 0.0}
-    )
+    # how often training reads a file, and which tokens it adds, does not change what is held out;
+    # a file with weight 0 was not read
+    used = []
+    for weight in trained_data.path_weights:
+        used.append(1.0 if weight else 0.0)
+    overrides |= {"weights": used, "new_tokens": [], "replay": 0.0}
+    return replace(trained_data, **overrides)
 
 
 def _flag_text(name: str, value: Any) -> str:
@@ -348,7 +357,7 @@ def _train_files(data: DataArgs) -> set[str]:
     their path."""
     if not data.path:
         return set()
-    return _digests(find_sources(data)[0])
+    return _digests(used_sources(data).train)
 
 
 def _val_files(data: DataArgs) -> set[str]:

@@ -1282,8 +1282,9 @@ def test_a_supervised_prompt_is_supervised_once(tiny):
         (["prompt=better_q", "completion=better_a"], "new answer"),
         (["completion=better_a", "prompt=instruction"], "new answer"),
         (["text=better_a"], "new answer"),
-        # alpaca's other field, and one that is empty
+        # fields that are not required, and one that is empty
         (["input=better_q"], "old answer"),
+        (["system=better_q"], "old answer"),
         (["prompt=better_q", "completion=empty"], "old answer"),
     ],
 )
@@ -1497,6 +1498,13 @@ def test_a_weight_that_leaves_no_example_of_a_file_is_refused(tmp_path, tiny):
     data = load_data(replace(args, val_fraction=0.5), Tokenizer(tiny), 512, 256)
     assert list(data.train.sizes) == [4 - len(data.val)] and len(data.val)
     assert list(data.reports) == [paths[0]] and data.unused == [paths[1]]
+    # neither is a validation file beside it
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("train", "val"):
+        write_records(folder / f"{name}.jsonl", [{"instruction": name, "output": "x"}])
+    beside = replace(args, path=[paths[0], str(folder)], val_fraction=0.5)
+    assert len(load_data(beside, Tokenizer(tiny), 512, 256).val) == len(data.val)
     same = replace(args, path=[paths[1], paths[1]], weights=[0, 1], dedup="exact")
     assert len(load_data(same, Tokenizer(tiny), 512, 256).train) == 4
 

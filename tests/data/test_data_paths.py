@@ -353,14 +353,20 @@ def test_a_file_with_weight_0_does_not_choose_the_template(tiny, files):
 def test_validation_examples_have_the_template_of_the_training_files(tiny, files):
     """The loss is that of the conversations that the result has."""
     train = json.dumps({"path": files["chats"], "template": "chatml"})
-    own = json.dumps({"path": files["faq"], "template": "zephyr"})
+    faq = {"path": files["faq"], "columns": {"question": "asked", "answer": "reply"}}
+    other = json.dumps(faq | {"template": "zephyr"})
+    # a file of plain texts has no template
+    texts = json.dumps({"path": files["plain"], "format": "text"})
     val = {"path": files["chats"]}
-    data = load(tiny, DataArgs(path=[train], val_path=[json.dumps(val)]))
-    text = Tokenizer(tiny).decode(data.val[0].tokens.tolist())
-    assert "<|im_start|>" in text
+    own = val | {"template": "chatml"}
     # with several templates, it is that of the flags, unless a set has its own
-    for settings, expected in (({}, False), ({"template": "chatml"}, True)):
-        paths = DataArgs(path=[train, own], val_path=[json.dumps(val | settings)])
+    for more, held_out, expected in (
+        ([], val, True),
+        ([texts], val, True),
+        ([other], val, False),
+        ([other], own, True),
+    ):
+        paths = DataArgs(path=[train, *more], val_path=[json.dumps(held_out)])
         data = load(tiny, paths)
         text = Tokenizer(tiny).decode(data.val[0].tokens.tolist())
         assert ("<|im_start|>" in text) == expected

@@ -27,6 +27,8 @@ from litft.args.parser import parse
 from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import (
+    _apply_overrides,
+    _train_files,
     compared_sources,
     kind_of,
     readable_by_all,
@@ -554,6 +556,19 @@ def test_plain_text_has_only_a_perplexity(folder, tmp_path):
         output["scores"][folder.name].keys() == {"examples", "loss", "perplexity"}
         and not output["answers"]
     )
+
+
+def test_a_file_with_weight_0_is_not_scored(tmp_path):
+    """The run did not read it, so it held nothing out of it."""
+    paths = []
+    for name in ("read", "unread"):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"prompt": name, "completion": "x"}) + "\n")
+        paths.append(str(path))
+    trained = DataArgs(path=paths, weights=[2, 0], val_fraction=0.5)
+    scored = _apply_overrides(RunEvalArgs().data, trained, tmp_path, ())
+    assert scored.path_weights == [1.0, 0.0]
+    assert _train_files(trained) == _train_files(DataArgs(path=paths[:1]))
 
 
 def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch):
