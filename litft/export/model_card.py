@@ -257,7 +257,8 @@ def _results(info: CardInfo) -> Iterator[str]:
         f"{float(last['loss']):.4f} |"
     )
     if validations and validations[0].get("val_reward"):
-        rewards = [float(row["val_reward"]) for row in validations]
+        # empty where no answer could be rated
+        rewards = [float(row["val_reward"]) for row in validations if row["val_reward"]]
         yield f"| validation reward, first and last | {rewards[0]:.4f}, {rewards[-1]:.4f} |"
     elif validations:
         yield from _losses(validations, end, last["step"])
@@ -288,10 +289,10 @@ def _losses(validations: list[dict[str, str]], end: str, last_step: str) -> Iter
     last_accuracy = validations[-1].get("val_accuracy")
     if last_accuracy:
         yield f"| validation accuracy, {end} | {float(last_accuracy):.1%} |"
-        yield (
-            f"| margin between the rewards, {end} | "
-            f"{float(validations[-1]['val_margin']):.3g} |"
-        )
+    # KTO has no margin where all labels are the same
+    last_margin = validations[-1].get("val_margin")
+    if last_margin:
+        yield f"| margin between the rewards, {end} | {float(last_margin):.3g} |"
     scored = [
         row for row in validations if row.get("exact_match") and row["step"] == last_step
     ]

@@ -47,7 +47,7 @@ def generate(
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     else:
-        messages = _require_messages(prompt)
+        messages = check_messages(_require_messages(prompt), "the prompt")
     checked_tools = read_tools(tools, "tools")
     messages = readable_history(tokenizer, messages, checked_tools)
     text = tokenizer.apply_chat_template(

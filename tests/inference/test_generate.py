@@ -525,6 +525,18 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
         assert name not in printed
 
 
+def test_messages_in_parts_are_texts(folder):
+    """As OpenAI's clients write them, in all functions of the Python API."""
+    model, tokenizer = litft.load(folder, precision="fp32")
+    settings = dict(max_new_tokens=8, temperature=0)
+    parts = [{"role": "user", "content": [{"type": "text", "text": "One day"}]}]
+    whole = [{"role": "user", "content": "One day"}]
+    answers = {
+        litft.generate(model, tokenizer, prompt, **settings) for prompt in (parts, whole)
+    }
+    assert len(answers) == 1
+
+
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_a_top_k_of_0_or_minus_1_means_off(folder, top_k):
     model = litft.load(folder, precision="fp32")

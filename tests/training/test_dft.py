@@ -13,7 +13,7 @@ from litft.args import LoRAFinetuneArgs, PreferenceArgs, UploadArgs
 from litft.args.parser import parse
 from litft.cli import run
 from litft.data.packing import BatchLayout
-from litft.export.model_card import model_card
+from litft.export.model_card import _losses, model_card
 from litft.export.upload_files import card_info
 from litft.pretrained.folder import resolve
 from litft.training.objectives import OBJECTIVES
@@ -116,3 +116,10 @@ def test_flags_of_other_programs():
     assert not parse(LoRAFinetuneArgs, [*words, "--data.mask_prompt", "false"]).problems()
     with pytest.raises(ValueError, match=r"label_smoothing 0\.1: it does not apply"):
         parse(LoRAFinetuneArgs, [*words, "--train.label_smoothing", "0.1"])
+
+
+def test_a_card_without_a_margin():
+    """KTO has none where the validation examples have one label alone."""
+    row = {"step": "2", "val_loss": "0.5", "val_accuracy": "0", "val_margin": ""}
+    lines = list(_losses([row], "at the end", "2"))
+    assert lines[-1] == "| validation accuracy, at the end | 0.0% |"
