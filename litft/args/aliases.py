@@ -260,7 +260,7 @@ ALIASES: dict[str, Alias] = {
     "evals_per_epoch": Alias("--eval.interval N", _STEPS),
     "saves_per_epoch": Alias("--save.interval N", _STEPS),
     "save_steps": Alias("--save.interval {value}", _STEPS),
-    "save_interval": Alias("--save.interval {value}", _STEPS),
+    "train.save_interval": Alias("--save.interval {value}", _STEPS),
     "save_strategy": Alias("--save.interval N", _STEPS),
     "save_total_limit": Alias("--save.keep_last {value}"),
     **dict.fromkeys(
