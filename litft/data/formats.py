@@ -204,7 +204,7 @@ def detect_format(
         if all(field in record for field in form.fields):
             filled = [field for field in form.fields if record[field] not in (None, "")]
             num_filled[name] = len(filled)
-    # formats of which more required fields are in --data.columns come first
+    # first the formats with the most required fields in --data.columns
     num_mapped = {}
     for name in num_filled:
         num_mapped[name] = sum(

@@ -100,7 +100,8 @@ class NearTexts:
                 in_bucket.append(number)
 
     def find(self, number: int) -> int | None:
-        """Return the first text that was added and is nearly equal to this one; None: no one is."""
+        """Return the first text that was added and is nearly equal to this one; None
+        if there is none."""
         found = set()
         for bucket in self._buckets_of(number):
             found.update(self.added.get(bucket, ()))
@@ -123,16 +124,21 @@ def _shared_buckets(signatures: np.ndarray) -> np.ndarray:
     buckets = np.full((len(signatures), BANDS), NO_BUCKET)
     numbers = np.flatnonzero(has_words(signatures))
     for band in range(BANDS):
-        first = band * HASHES_PER_BAND
-        hashes = signatures[numbers, first : first + HASHES_PER_BAND]
-        # numpy sorts the bytes of the hashes as one value
-        key_type = np.dtype((np.void, HASHES_PER_BAND * hashes.itemsize))
-        keys = np.ascontiguousarray(hashes).view(key_type).ravel()
+        keys = _band_keys(signatures[numbers], band)
         _, groups, sizes = np.unique(keys, return_inverse=True, return_counts=True)
         is_shared = sizes[groups] > 1
         # each band has numbers of its own
         buckets[numbers[is_shared], band] = groups[is_shared] * BANDS + band
     return buckets
+
+
+def _band_keys(signatures: np.ndarray, band: int) -> np.ndarray:
+    """Return the hashes of a band as one value for each of the signatures (N, 128), (N,)."""
+    first = band * HASHES_PER_BAND
+    hashes = np.ascontiguousarray(signatures[:, first : first + HASHES_PER_BAND])
+    # numpy sorts the bytes of the hashes as one value
+    key_type = np.dtype((np.void, HASHES_PER_BAND * hashes.itemsize))
+    return hashes.view(key_type).ravel()
 
 
 def copied_texts(signatures: np.ndarray) -> np.ndarray:
@@ -156,9 +162,8 @@ def count_near(known: np.ndarray, others: np.ndarray) -> int:
     """Return how many of the other texts nearly equal a known one, by their signatures (N, 128)
     and (M, 128)."""
     texts = NearTexts(np.concatenate((known, others)))
-    is_alone = texts.alone()
     count = 0
-    for number in np.flatnonzero(~is_alone).tolist():
+    for number in np.flatnonzero(~texts.alone()).tolist():
         if number < len(known):
             texts.add(number)
         elif texts.find(number) is not None:

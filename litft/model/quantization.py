@@ -160,15 +160,14 @@ class QuantizedTensor:
                 maxima = maxima.view(matrices, -1).chunk(count, -1)[index].flatten()
             return QuantizedTensor(data.flatten(0, 1).contiguous(), maxima.contiguous())
 
-        if cuts_blocks((height // matrices, width), dim, count):
+        shape = (height // matrices, width)
+        if cuts_blocks(shape, dim, count):
             return None
+        run = _run_length(shape, dim, count)
         if dim == -2:
             height //= count
-            # weights that are stored one after the other
-            run = height // matrices * width
         else:
             width //= count
-            run = width
         scales = _block_scales(statistics, numbers)
         runs = height * width // run
         state = copy(self.state)
@@ -469,10 +468,14 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
 def cuts_blocks(shape: tuple[int, ...], dim: int, count: int) -> bool:
     """Return whether blocks of weights in 4 bits cross the boundaries of `count` parts of a weight
     (out, in) or (E, out, in) along `dim`, -2 or -1; see `QuantizedTensor.part`."""
-    run = shape[-1] // count
+    return _run_length(shape, dim, count) % WEIGHTS_PER_SCALE != 0
+
+
+def _run_length(shape: tuple[int, ...], dim: int, count: int) -> int:
+    """Return how many weights of a part are stored one after the other; see `cuts_blocks`."""
     if dim == -2:
-        run = shape[-2] // count * shape[-1]
-    return run % WEIGHTS_PER_SCALE != 0
+        return shape[-2] // count * shape[-1]
+    return shape[-1] // count
 
 
 def empty_storage(weight: Tensor, kind: str) -> Tensor:
