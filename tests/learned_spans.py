@@ -257,15 +257,16 @@ def _is_rendered(
         prompt = renderer(messages[:-1], tools=tools, add_generation_prompt=True, **switch)
         if OPEN_THOUGHT.search(prompt) and text.startswith(prompt) and REASONING in text:
             return True
-    # the history of a prompt may have more: Mistral Nemo's the system prompt, gpt-oss's the
-    # reasoning before a call; what follows is the end of the rendered text
+    # the history of a prompt may differ: Mistral Nemo's has the system prompt, gpt-oss's the
+    # reasoning before a call, Command R+'s the instructions; the rendered text has what follows
     for spelled in _spellings(messages):
         try:
             prompt = renderer(spelled[:-1], tools=tools, add_generation_prompt=True)
             rendered = renderer(spelled, tools=tools).rstrip()
         except ValueError:
             continue
-        if text.startswith(prompt) and rendered.endswith(text[len(prompt) :]):
+        learned = text[len(prompt) :]
+        if text.startswith(prompt) and learned in rendered:
             return True
     return False
 

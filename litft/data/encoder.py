@@ -26,6 +26,7 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
+from litft.data.history import readable_history
 from litft.data.masked_parts import masked_ranges
 from litft.data.notes import (
     BLANK,
@@ -40,12 +41,9 @@ from litft.data.notes import (
     MARK_IGNORED,
     MASKED,
     MESSAGES_AS_TEXT,
-    OTHER_PROMPT,
     OTHER_QUESTION,
     PROMPT_CUT,
-    THOUGHT_IS_OFF,
     UNANSWERED,
-    WITHIN_TOKEN,
     WITHOUT,
 )
 from litft.data.preferences import cut_together, read_fields, to_preferences
@@ -56,6 +54,7 @@ from litft.data.stored_messages import has_messages_as_text, read_stored_message
 from litft.data.suspicions import suspicions
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
+from litft.data.turn_notes import turn_notes
 from litft.data.turns import Turn, assistant_turns
 
 # messages; from here on, those beyond the length limit are not rendered
@@ -75,9 +74,7 @@ class TurnTokens:
     end: int
     empty_thought: bool
     masked: tuple[tuple[int, int], ...] = ()  # ranges that are not learned
-    other_prompt: bool = False
-    thought_is_off: bool = False
-    splits_token: bool = False  # its prompt ends within a token
+    notes: tuple[str, ...] = ()  # if it is learned
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class Encoder:
                 prompts = PromptEncoder(
                     self.tokenizer, self.limit, self.completion_tokens, self.form
                 )
-                prompts.encode(record, where, encoded)
+                prompts.encode(record, where, encoded, mapped)
                 return encoded
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
@@ -262,12 +259,7 @@ class Encoder:
         for start, end in turn.masked:
             sample[start:end] &= ~SUPERVISED
         encoded.answers += 1
-        if turn.other_prompt and OTHER_PROMPT not in encoded.notes:
-            encoded.notes.append(OTHER_PROMPT)
-        if turn.thought_is_off and THOUGHT_IS_OFF not in encoded.notes:
-            encoded.notes.append(THOUGHT_IS_OFF)
-        if turn.splits_token and WITHIN_TOKEN not in encoded.notes:
-            encoded.notes.append(WITHIN_TOKEN)
+        encoded.notes += [note for note in turn.notes if note not in encoded.notes]
         encoded.empty_thoughts += turn.empty_thought and self.reasoning != "learn_empty"
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
@@ -497,7 +489,11 @@ class Encoder:
         them."""
         render = partial(self.tokenizer.apply_chat_template, **example.template_args)
         for rendered in assistant_turns(
-            render, messages, example.tools, self.tokenizer.end_tokens
+            render=render,
+            messages=messages,
+            tools=example.tools,
+            ends=self.tokenizer.end_tokens,
+            history=self._history(messages, example.tools),
         ):
             # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
@@ -531,9 +527,7 @@ class Encoder:
                             (positions[start], positions[end])
                             for start, end in masked[turn.message]
                         ),
-                        other_prompt=turn.other_prompt,
-                        thought_is_off=turn.thought_is_off,
-                        splits_token=self._splits_token(turn, ids[: positions[turn.start]]),
+                        notes=self._notes(turn, ids, positions, example),
                     )
                 )
             last = turns[-1]
@@ -545,17 +539,32 @@ class Encoder:
                 turns[-1] = replace(last, end=len(ids))
             yield ids, turns
 
-    def _splits_token(self, turn: Turn, prompt_ids: list[int]) -> bool:
-        """Return whether a turn begins within a token; prompt_ids: the tokens before it."""
-        # a letter begins a token after a special token, and after a single line break: GPT-2
-        # divides several of them before a letter; many tokenizers join it with any sign before it
-        before = turn.text[max(0, turn.start - 2) : turn.start]
-        first = turn.text[turn.start : turn.start + 1]
-        special = self.tokenizer.special_texts
-        is_line = before.endswith("\n") and not before[:-1].isspace()
-        if first.isalnum() and (is_line or turn.text.endswith(special, 0, turn.start)):
-            return False
-        return self.tokenizer.encode(turn.text[: turn.start], bos=False) != prompt_ids
+    def _notes(
+        self, turn: Turn, ids: list[int], positions: dict[int, int], example: Example
+    ) -> tuple[str, ...]:
+        """Return what is to be said of a turn; ids: of its text, with the `positions` of its
+        characters."""
+        # an empty thought that is not learned belongs to the prompt without thinking
+        start = turn.start
+        if turn.empty_thought and self.reasoning != "learn_empty":
+            start = turn.answer
+        notes = turn_notes(
+            tokenizer=self.tokenizer,
+            turn=replace(turn, start=start),
+            prompt_ids=ids[: positions[start]],
+            answer_ids=ids[positions[start] : positions[turn.end]],
+            message=example.messages[turn.message],
+            tools=example.tools,
+        )
+        return tuple(notes)
+
+    def _history(self, messages: list[Message], tools: list | None) -> list[Message]:
+        """Return the messages as the prompts of later answers have them at inference."""
+        try:
+            return readable_history(self.tokenizer, messages, tools, checks_system=False)
+        except ValueError:
+            # what renders each turn says what the template leaves out
+            return messages
 
 
 def _prompt_of(example: Example) -> Example:

@@ -388,7 +388,7 @@ def _single_turn(
             text = user_content(text, text_field(record, context_field, where), template)
         messages = [
             *system_message(record, where),
-            *_history(record, where),
+            *earlier_turns(record, where),
             {"role": "user", "content": text},
         ]
         reply = {"role": "assistant", "content": text_field(record, answer_field, where)}
@@ -408,8 +408,9 @@ def _is_pair_of_texts(pair: Any) -> bool:
     return isinstance(pair[0], str) and isinstance(pair[1], str)
 
 
-def _history(record: Record, where: str) -> list[Message]:
-    """Return the earlier turns of a record with one answer: pairs of instruction and answer."""
+def earlier_turns(record: Record, where: str) -> list[Message]:
+    """Return the earlier turns of a record with one question, as messages; its field `history` has
+    pairs of instruction and answer."""
     history = record.get("history")
     if history in (None, "", []):
         return []

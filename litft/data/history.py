@@ -1,6 +1,7 @@
-"""Earlier answers of a conversation at inference: their reasoning in the form that the template
-reads, as in training."""
+"""Earlier answers of a conversation, in training and at inference: their reasoning and calls in the
+form that the template reads."""
 
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from litft.data.answer_format import (
@@ -11,8 +12,10 @@ from litft.data.answer_format import (
     has_example_call,
 )
 from litft.data.chat_template import Message
+from litft.data.formats import strip_end_token
 from litft.data.messages import SYSTEM_ROLES
 from litft.data.reasoning import (
+    BOTH_ON,
     INLINE,
     PARTS,
     REASONING_FIELDS,
@@ -20,14 +23,33 @@ from litft.data.reasoning import (
     prints_parts,
 )
 from litft.data.tokenizer import Tokenizer
-from litft.data.turns import BOTH_ON
 
 # texts that no template contains
 _REASONING = "\ue000reasoning\ue000"
 _ANSWER = "\ue000answer\ue000"
-
-
 _SYSTEM = "\ue000system\ue000"
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What decides how a template reads the reasoning of an answer."""
+
+    # a field of REASONING_FIELDS, PARTS or INLINE
+    spelling: str
+    # inline reasoning begins with <think>
+    is_opened: bool
+    has_content: bool
+    has_calls: bool
+
+    @classmethod
+    def of(cls, answer: ReasonedAnswer) -> "AnswerForm":
+        """Return the form of an answer with reasoning."""
+        return cls(
+            spelling=answer.spelling,
+            is_opened=bool(answer.opening),
+            has_content=bool(answer.answer.strip()),
+            has_calls=bool(answer.message.get("tool_calls")),
+        )
 
 
 def readable_history(
@@ -36,11 +58,13 @@ def readable_history(
     tools: list | None = None,
     checks_system: bool = True,
 ) -> list[Message]:
-    """Return the messages in the spelling that the template reads, as in training.
+    """Return the messages in the spelling that the template reads.
 
-    Reasoning in a field that it does not read is written where it reads it: in another field, or
-    inline. Calls that it writes only without a content have none. Raises ValueError if it leaves
-    out calls, or with `checks_system` the system prompt.
+    Training and inference both write earlier answers so, and then have the same prompts. Reasoning
+    in a field that the template does not read is written where it reads it: in another field, or
+    inline. Calls that it writes only without a content have none, and end tokens after an answer
+    are removed. Raises ValueError if it leaves out calls, or with `checks_system` the system
+    prompt.
     """
     template = tokenizer.template_for(tools)
     has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
@@ -51,12 +75,12 @@ def readable_history(
         )
     readable = []
     for message in messages:
-        if message.get("tool_calls") and not message.get("content"):
-            content = _content_beside_calls(tokenizer, template, bool(tools))
-            message = {**message, "content": content}
         is_text = isinstance(message.get("content") or "", str)
         if message.get("role") == "assistant" and is_text:
             message = _readable_answer(tokenizer, template, bool(tools), message)
+        if message.get("tool_calls") and not message.get("content"):
+            content = _content_beside_calls(tokenizer, template, bool(tools))
+            message = {**message, "content": content}
         readable.append(message)
     return readable
 
@@ -76,15 +100,19 @@ def _reads_system(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
 def _readable_answer(
     tokenizer: Tokenizer, template: str, has_tools: bool, message: Message
 ) -> Message:
-    """Return an answer with its reasoning where the template reads it, if it reads any."""
+    """Return an answer without an end token, and with its reasoning where the template reads it, if
+    it reads any."""
+    if message.get("content"):
+        own_ends = tokenizer.end_tokens.special_stops
+        content = strip_end_token(message["content"], own_ends)
+        message = {**message, "content": content}
     answer = ReasonedAnswer.read(message)
-    # many clients send the thought back as a part of the content
-    if answer.spelling == INLINE and "<think>" in template:
-        return message
     if not answer.reasoning.strip():
         return message
-    spelling = _spelling(tokenizer, template, has_tools, answer.spelling)
-    if spelling is None:
+    form = AnswerForm.of(answer)
+    spelling = _spelling(tokenizer, template, has_tools, form)
+    # the white space around reasoning belongs to its spelling
+    if spelling is None or spelling == answer.spelling:
         return message
     return answer.spelled(spelling).write()
 
@@ -121,26 +149,55 @@ def _content_beside_calls(
 
 @lru_cache(maxsize=64)
 def _spelling(
-    tokenizer: Tokenizer, template: str, has_tools: bool, preferred: str
+    tokenizer: Tokenizer, template: str, has_tools: bool, form: AnswerForm
 ) -> str | None:
-    """Return the spelling in which a template reads reasoning: `preferred` if it can; None if it
-    reads none."""
-    spellings = [*REASONING_FIELDS, PARTS]
-    if preferred != INLINE:
-        spellings.insert(0, preferred)
+    """Return the spelling in which a template reads reasoning: that of `form` if it can; None if it
+    reads none.
+
+    template: of `tokenizer`, a part of the key.
+    """
+    fields = [*REASONING_FIELDS, PARTS]
+    if form.spelling != INLINE:
+        fields.insert(0, form.spelling)
+    read = None
+    text = None
+    for spelling in fields:
+        text = _text_with_reasoning(tokenizer, has_tools, replace(form, spelling=spelling))
+        if text is not None:
+            read = spelling
+            break
     # to a template without this mark, inline reasoning would be a part of the answer
-    if "<think>" in template:
-        spellings.append(INLINE)
-    for spelling in spellings:
-        if _is_read(tokenizer, has_tools, spelling):
-            return spelling
-    return None
+    if "<think>" not in template:
+        return read
+    inline = _text_with_reasoning(tokenizer, has_tools, replace(form, spelling=INLINE))
+    if inline is None:
+        return read
+    if text is None:
+        return INLINE
+    # many clients send the thought back within the content, and many templates take it out again
+    if form.spelling == INLINE and "".join(inline.split()) == "".join(text.split()):
+        return INLINE
+    return read
 
 
-def _is_read(tokenizer: Tokenizer, has_tools: bool, spelling: str) -> bool:
-    """Return whether a template renders the reasoning of the last answer in a spelling."""
-    written = ReasonedAnswer({"role": "assistant"}, _REASONING, _ANSWER, spelling).write()
-    messages = [{"role": "user", "content": "a"}, written]
+def _text_with_reasoning(
+    tokenizer: Tokenizer, has_tools: bool, form: AnswerForm
+) -> str | None:
+    """Return a conversation with an answer of this form as the template renders it; None if it
+    leaves out the answer's reasoning or content."""
+    rest: Message = {"role": "assistant"}
+    following = []
+    if form.has_calls:
+        rest = example_answer("")
+        following = [example_result(rest, "15 degrees")]
+    answer = ReasonedAnswer(
+        message=rest,
+        reasoning=_REASONING,
+        answer=_ANSWER if form.has_content else "",
+        spelling=form.spelling,
+        opening="<think>\n" if form.is_opened else "",
+    )
+    messages = [EXAMPLE_QUESTION, answer.write(), *following]
     # a tokenizer may have another template for conversations with tools
     tools = [EXAMPLE_TOOL] if has_tools else None
     # some templates write reasoning only where thinking is switched on
@@ -149,6 +206,7 @@ def _is_read(tokenizer: Tokenizer, has_tools: bool, spelling: str) -> bool:
             text = tokenizer.apply_chat_template(messages, tools, **switch)
         except ValueError:
             continue
-        if _REASONING in text and _ANSWER in text and not prints_parts(text):
-            return True
-    return False
+        has_content = _ANSWER in text or not form.has_content
+        if _REASONING in text and has_content and not prints_parts(text):
+            return text
+    return None

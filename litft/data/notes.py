@@ -13,8 +13,8 @@ CONTROL = (
     "the text into messages)"
 )
 OTHER_PROMPT = (
-    "with an answer whose prompt has a thought when it is generated, but not in training (give "
-    "reasoning, or another --data.template)"
+    "with an answer whose prompt is another one when it is generated: the template opens a thought "
+    "there, or writes another history (give reasoning, or another --data.template)"
 )
 THOUGHT_IS_OFF = (
     "with reasoning, which the template switches off when an answer is generated (make it the "
@@ -23,6 +23,10 @@ THOUGHT_IS_OFF = (
 WITHIN_TOKEN = (
     "with a prompt that ends within a token, so that it has other tokens when it is generated from "
     "(move spaces from the end of the prompt to the beginning of the answer)"
+)
+CALL_UNREAD = (
+    "with a tool call that cannot be read from the text of the template as it was written (give "
+    "its arguments the types that the tool declares, or another --data.template)"
 )
 EARLIER_TURNS = (
     "with an answer of several turns, of which only the last is compared: the template renders the "

@@ -2,6 +2,7 @@
 columns that the reward functions get."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from litft.data.formats import (
     Example,
     Record,
     detect_format,
+    earlier_turns,
     read_template_args,
     to_example,
     with_system,
@@ -66,18 +68,23 @@ class PromptExample:
 
 
 def to_prompt(
-    record: Record, where: str, template: str, form: str | None = None
+    record: Record,
+    where: str,
+    template: str,
+    form: str | None = None,
+    mapped: Collection[str] = (),
 ) -> PromptExample:
     """Convert a record of any format, or one with a prompt alone; raise ValueError naming the
     record.
 
-    template: see `formats.to_example`.
+    template: see `formats.to_example`. mapped: the fields that --data.columns fills.
     """
-    stated = None if form else _stated_prompt(record, where, template)
+    stated = None if form else _stated_prompt(record, where, template, mapped)
     if stated is None or form or has_format(record):
         # a label, which other objectives learn from, may be a column for reward functions
         known = {name: value for name, value in record.items() if name != "label"}
-        whole = to_example(record, where, template, form or detect_format(known, where))
+        form = form or detect_format(known, where, mapped=mapped)
+        whole = to_example(record, where, template, form)
     else:
         whole = stated
     example = stated or whole
@@ -117,21 +124,31 @@ def has_format(record: Record) -> bool:
     return False
 
 
-def _stated_prompt(record: Record, where: str, template: str) -> Example | None:
+def _stated_prompt(
+    record: Record, where: str, template: str, mapped: Collection[str]
+) -> Example | None:
     """Return the conversation of a record's prompt, maybe as messages; None if the record's format
     says what it is.
 
     As in TRL, the field `prompt` is the prompt beside a question and an answer, which the reward
     functions get. It is none beside its completion, and as a text beside a conversation, whose
-    beginning it repeats.
+    beginning it repeats. What --data.columns names comes before all of that.
     """
     prompt = record.get("prompt")
-    is_stated = bool(prompt) and not record.get("completion")
-    if is_stated and not isinstance(prompt, list):
-        is_stated = not any(record.get(name) for name in CONVERSATIONS)
+    conversations = [name for name in CONVERSATIONS if record.get(name)]
+    named = [name for name in PROMPT_FIELDS if name in mapped and record.get(name)]
+    is_stated = bool(prompt)
+    if not isinstance(prompt, list) and conversations:
+        is_stated = False
+    if named:
+        is_stated = True
+    elif any(name in mapped for name in conversations):
+        is_stated = False
+    if record.get("completion"):
+        is_stated = False
     if not is_stated and has_format(record):
         return None
-    for name in PROMPT_FIELDS:
+    for name in dict.fromkeys((*named, *PROMPT_FIELDS)):
         value = record.get(name)
         if not value:
             continue
@@ -147,7 +164,7 @@ def _stated_prompt(record: Record, where: str, template: str) -> Example | None:
             text = text_field(record, name, where)
             if name == "instruction" and record.get("input"):
                 text = user_content(text, text_field(record, "input", where), template)
-            messages = [{"role": "user", "content": text}]
+            messages = [*earlier_turns(record, where), {"role": "user", "content": text}]
         return Example(
             with_system(messages, record, where),
             read_tools(record.get("tools"), where),
@@ -165,12 +182,19 @@ class PromptEncoder:
     completion_tokens: int
     form: str | None = None
 
-    def encode(self, record: Record, where: str, encoded: Encoded) -> None:
-        """Add the sample of a record."""
+    def encode(
+        self,
+        record: Record,
+        where: str,
+        encoded: Encoded,
+        mapped: Collection[str] = (),
+    ) -> None:
+        """Add the sample of a record; mapped: the fields that --data.columns fills."""
         encoded.form = "prompts"
         # without a template: the split does not depend on it
-        plain = to_prompt(record, where, "", self.form)
-        prompt = to_prompt(record, where, self.tokenizer.chat_template, self.form)
+        plain = to_prompt(record, where, "", self.form, mapped=mapped)
+        template = self.tokenizer.chat_template
+        prompt = to_prompt(record, where, template, self.form, mapped=mapped)
         example = prompt.example
         texts = learned_texts(example.messages, example.tools)
         encoded.note_controls(texts, self.tokenizer)

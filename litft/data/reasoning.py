@@ -18,6 +18,11 @@ PARTS = "parts"
 # spelling: content that begins with <think>...</think>
 INLINE = "inline"
 
+# variables with which templates switch thinking on and off
+THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
+THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
+BOTH_ON = {"enable_thinking": True, "thinking": True}
+
 # <think>, <seed:think>, <mm:think>, <think:opensource>
 _TAG = r"(?:\w+:)?think(?:ing)?(?::\w+)?"
 _OPENING_MARKS = (

@@ -180,8 +180,8 @@ class _Schemas:
         """Return an argument that is written without quotes, by its declared type; text if it is
         not valid JSON."""
         declared = self.types.get((function, argument))
-        # the word null is a text unless the schema allows null
-        if declared == {"string", "null"} and text == "null":
+        # a text, unless the schema allows null, which many templates write as Python does
+        if declared == {"string", "null"} and text in ("null", "None"):
             return None
         if declared in ({"string"}, {"string", "null"}):
             return text
@@ -525,7 +525,9 @@ class _GemmaReader:
                 values.append(self.value())
                 self.take(",")
             return values
-        return json.loads(self.up_to(r"[,}\]]"), parse_constant=_no_constant)
+        word = self.up_to(r"[,}\]]")
+        # the templates of its first versions write null as Python does
+        return json.loads(_JSON_OF_PYTHON.get(word, word), parse_constant=_no_constant)
 
     def entries(self) -> dict[str, Any]:
         """Read the entries of an object whose brace is open."""

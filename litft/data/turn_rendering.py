@@ -34,6 +34,8 @@ class TurnRendering:
     following: list[Message] = field(default_factory=list)
     # the message taken apart, if it is not to be read anew
     split: ReasonedAnswer | None = None
+    # of the template, which the prompt of generation does not have
+    variables: dict[str, Any] = field(default_factory=dict)
 
     @property
     def answer(self) -> ReasonedAnswer:
@@ -66,17 +68,26 @@ class TurnRendering:
 
     def text(self, message: Message | None = None) -> str:
         """Render everything, with `message` in place of the assistant's."""
-        return self.render(
-            [*self.earlier, message or self.message, *self.following], tools=self.tools
-        )
+        messages = [*self.earlier, message or self.message, *self.following]
+        return self.render(messages, tools=self.tools, **self.variables)
+
+    @cached_property
+    def generation_prompt(self) -> str | None:
+        """The prompt with which the answer is generated; None if the template cannot render it."""
+        return self._prompt({})
 
     @cached_property
     def usual_prompt(self) -> str | None:
-        """The generation prompt without variables; None if the template cannot render it."""
-        return self.prompt()
+        """The generation prompt with `variables`; None if the template cannot render it."""
+        if not self.variables:
+            return self.generation_prompt
+        return self._prompt(self.variables)
 
-    def prompt(self, **variables: Any) -> str | None:
-        """Render the generation prompt; None if the template cannot."""
+    def prompt(self, **switch: Any) -> str | None:
+        """Render the generation prompt with `variables` and others; None if the template cannot."""
+        return self._prompt({**self.variables, **switch})
+
+    def _prompt(self, variables: dict[str, Any]) -> str | None:
         try:
             return self.render(
                 self.earlier, tools=self.tools, add_generation_prompt=True, **variables
@@ -88,7 +99,7 @@ class TurnRendering:
         """Render the messages before the assistant's without a generation prompt; "" if the
         template cannot."""
         try:
-            return self.render(self.earlier, tools=self.tools)
+            return self.render(self.earlier, tools=self.tools, **self.variables)
         except ValueError:
             return ""
 

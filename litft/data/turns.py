@@ -6,37 +6,28 @@ content and every tool call, and ends with the token that ends the turn. A conve
 this cannot be found is refused with the reason.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 from litft.data.chat_template import Message, Render
 from litft.data.reasoning import (
+    BOTH_ON,
     CLOSES_THOUGHT,
     EMPTY_THOUGHT,
     ENDS_IN_EMPTY_THOUGHT,
     ENDS_IN_OPEN_THOUGHT,
     INLINE,
     OPENS_THOUGHT,
+    THINKING_OFF,
+    THINKING_ON,
     ReasonedAnswer,
     has_reasoning,
 )
 from litft.data.turn_ends import NO_ENDS, EndTokens, turn_end
-from litft.data.turn_rendering import (
-    CONTENT_MARK,
-    OTHER_TEMPLATE,
-    Places,
-    TurnRendering,
-    check_complete,
-    common_length,
-    places_of,
-)
+from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_complete
+from litft.data.turn_starts import begun_turn
 from litft.data.variants import variants
-
-# variables with which templates switch thinking on and off
-THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
-THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
-BOTH_ON = {"enable_thinking": True, "thinking": True}
 
 # characters, more than any mark of a thought has
 MARK_LENGTH = 40
@@ -46,9 +37,10 @@ MARK_LENGTH = 40
 class Turn:
     """One assistant turn as the model generates it: text[start:end], with the end token.
 
-    text[start:answer] is reasoning, or an empty thought that the template writes. other_prompt: the
-    prompt is that of the conversation's history, as the prompt of generation opens a thought.
-    thought_is_off: there is reasoning, but the prompt of generation has an empty thought.
+    text[start:answer] is reasoning, or an empty thought that the template writes. empty_thought:
+    there is one, here or at the end of the prompt, which that of generation does not have.
+    other_prompt: text[:start] differs otherwise from the prompt of generation. thought_is_off:
+    there is reasoning, which the prompt of generation switches off.
     """
 
     message: int  # its index in the conversation
@@ -69,13 +61,28 @@ class RenderedTurns:
     turns: list[Turn]
 
 
+@dataclass(frozen=True)
+class TurnContext:
+    """What the turns of a conversation share."""
+
+    render: Render
+    # the messages as they are in the prompts of later answers
+    history: list[Message]
+    tools: list | None
+    ends: EndTokens
+
+
 def assistant_turns(
     render: Render,
     messages: list[Message],
     tools: list | None = None,
     ends: EndTokens = NO_ENDS,
+    history: list[Message] | None = None,
 ) -> list[RenderedTurns]:
     """Return the rendered conversation as texts, each with the assistant turns to train on.
+
+    history: the messages as the prompts of later answers have them at inference: see
+    `history.readable_history`. None: as the turns themselves are written.
 
     Usually the result is one text with all turns. If the template renders a turn differently once
     others follow (it drops the reasoning, or ends the turn with another token or none), each turn
@@ -90,6 +97,7 @@ def assistant_turns(
         ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages)
     )
     spells_inline = reasons and _writes_think_tags(render, tools)
+    context = TurnContext(render, history or [], tools, ends)
     first_error = None
     # some templates write reasoning only where thinking is switched on
     switches = ({}, BOTH_ON) if reasons else ({},)
@@ -97,12 +105,14 @@ def assistant_turns(
     plain = None
     plain_calls = None
     for variant in variants(messages, spells_inline):
+        if history is None:
+            context = replace(context, history=variant.messages)
         # another form of the calls is not another spelling of the reasoning
         if plain is not None and variant.calls != plain_calls:
             continue
         for variables in switches:
             try:
-                texts = _texts(partial(render, **variables), variant.messages, tools, ends)
+                texts = _texts(context, variant.messages, variables)
             except ValueError as error:
                 first_error = first_error or error
                 continue
@@ -121,7 +131,7 @@ def assistant_turns(
         return plain
     if reasons:
         try:
-            return _generated_texts(render, messages, tools, ends)
+            return _generated_texts(replace(context, history=history or messages), messages)
         except ValueError:
             pass
     # the first variant, the conversation as it is, has failed: otherwise there were plain texts
@@ -179,18 +189,25 @@ def _writes_think_tags(render: Render, tools: list | None) -> bool:
 
 
 def _texts(
-    render: Render, messages: list[Message], tools: list | None, ends: EndTokens
+    context: TurnContext, messages: list[Message], variables: dict[str, Any]
 ) -> list[RenderedTurns]:
+    """Return the texts of the answers in `messages`; variables: of the template."""
     turns = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            rendering = TurnRendering(render, messages[:index], message, tools)
+            rendering = TurnRendering(
+                render=context.render,
+                earlier=context.history[:index],
+                message=message,
+                tools=context.tools,
+                variables=variables,
+            )
             if not _renders(rendering):
                 rendering = replace(
                     rendering, following=_up_to_question(messages[index + 1 :])
                 )
-            turns.append(_turn(rendering, ends))
-    return _joined(turns, ends)
+            turns.append(_turn(rendering, context.ends))
+    return _joined(turns, context.ends)
 
 
 def _renders(rendering: TurnRendering) -> bool:
@@ -224,50 +241,9 @@ def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
     return [RenderedTurns(turn.text, [turn]) for turn in turns]
 
 
-@dataclass(frozen=True)
-class BegunTurn:
-    """A text with a turn behind the prompt that the model would see."""
-
-    text: str
-    start: int  # of the turn, where the prompt ends
-    places: Places  # of the answer's parts in the text
-
-
-def _with_its_prompt(rendering: TurnRendering) -> BegunTurn:
-    """Return the text of a conversation, with the prompt in front of its last message."""
-    text = rendering.text()
-    places = places_of(rendering, text)
-    start = _turn_start(rendering, text, places.first)
-
-    # the prompt has more than the beginning of the text, such as a system prompt before the last
-    # message, which answers lack (Mistral Nemo): join it to what comes after the earlier messages
-    if start is None:
-        prompt = rendering.usual_prompt
-        # without a usual prompt, `_turn_start` returns the start of the message
-        assert prompt is not None
-        before = next(
-            (part for part in _before(text, places.first) if _ends_alike(prompt, part)),
-            None,
-        )
-        if before is None:
-            raise ValueError(
-                f"the chat template renders a turn differently from its prompt; {OTHER_TEMPLATE}"
-            )
-        text = prompt + text[len(before) :]
-        start = len(prompt)
-        places = replace(places, first=places.first + start - len(before))
-    # gpt-oss: the prompt has another history than the text before the turn, and replaces it
-    prompt = _prompt_of_other_history(rendering, text, start, places.first)
-    if prompt is not None:
-        text = prompt + text[start:]
-        places = replace(places, first=places.first + len(prompt) - start)
-        start = len(prompt)
-    return BegunTurn(text, start, places)
-
-
 def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     """Return the last message of a conversation as a turn."""
-    begun = _with_its_prompt(rendering)
+    begun = begun_turn(rendering)
     text = begun.text
     start = begun.start
     places = begun.places
@@ -312,49 +288,36 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
                 "the chat template writes an empty thought as a part of the answer; "
                 f"{OTHER_TEMPLATE}"
             )
-    return Turn(
+    turn = Turn(
         message=len(rendering.earlier),
         text=text,
         start=start,
         answer=min(answer, end),
         end=end,
         empty_thought=bool(empty),
-        other_prompt=not has_thought and _lacks_open_thought(rendering, text[:start]),
-        thought_is_off=has_thought and _has_empty_thought(rendering.usual_prompt),
     )
+    return _compared_with_generation(rendering, turn)
 
 
-def _prompt_of_other_history(
-    rendering: TurnRendering, text: str, start: int, first: int
-) -> str | None:
-    """Return the generation prompt if it has another history than the text before the turn.
-
-    gpt-oss renders the reasoning before a tool call until an answer follows. None: the text begins
-    with a prompt of the template, or they differ after the earlier messages.
-    """
-    prompt = rendering.usual_prompt
-    if prompt is None or rendering.following or text.startswith(prompt):
-        return None
-    floor = _end_of_earlier(rendering, text, first)
-    opening = text[floor:start]
-    if common_length(prompt, text) < floor and opening.strip() and prompt.endswith(opening):
-        return prompt
-    return None
-
-
-def _has_empty_thought(prompt: str | None) -> bool:
-    """Return whether a generation prompt ends with a thought that is closed."""
-    return prompt is not None and ENDS_IN_EMPTY_THOUGHT.search(prompt) is not None
-
-
-def _lacks_open_thought(rendering: TurnRendering, prompt: str) -> bool:
-    """Return whether generation has a prompt with a thought, open or empty, and never this one."""
-    usual = rendering.usual_prompt
-    if usual is None or usual == prompt:
-        return False
-    if not ENDS_IN_OPEN_THOUGHT.search(usual) and not ENDS_IN_EMPTY_THOUGHT.search(usual):
-        return False
-    return all(rendering.prompt(**switch) != prompt for switch in THINKING_OFF)
+def _compared_with_generation(rendering: TurnRendering, turn: Turn) -> Turn:
+    """Return a turn that says how its prompt differs from that of generation."""
+    generation = rendering.generation_prompt
+    if generation is None:
+        return turn
+    prompt = turn.text[: turn.start]
+    is_off = ENDS_IN_EMPTY_THOUGHT.search(generation) is not None
+    is_other = prompt != generation
+    if rendering.answer.reasoning.strip():
+        # a prompt with other variables switches thinking on
+        is_switched = is_other and bool(rendering.variables)
+        return replace(
+            turn,
+            thought_is_off=is_off or is_switched,
+            other_prompt=is_other and not is_off and not is_switched,
+        )
+    if is_other and ENDS_IN_EMPTY_THOUGHT.search(prompt):
+        return replace(turn, empty_thought=True)
+    return replace(turn, other_prompt=is_other)
 
 
 def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
@@ -403,116 +366,6 @@ def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: i
     return start + len(text[start:end].rstrip())
 
 
-def _before(text: str, first: int) -> tuple[str, str]:
-    """Return what precedes an answer, with and without the spaces that may be the answer's own."""
-    return text[:first], text[:first].rstrip()
-
-
-def _ends_alike(prompt: str, before: str) -> bool:
-    """Return whether a prompt has all that comes before an answer, and more in front of it.
-
-    Mistral Nemo's template renders the system prompt with the last message only if that is the
-    user's.
-    """
-    common = common_length(prompt[::-1], before[::-1])
-    rest = before[: len(before) - common]
-    return bool(common) and prompt.startswith(rest)
-
-
-def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
-    """Return where a turn begins: after the generation prompt, of which thinking templates have
-    several.
-
-    None: the prompt has something in front of the last message that is left out before an answer.
-    """
-    prompt = rendering.usual_prompt
-    # some templates render no empty conversation
-    if prompt is None:
-        return first
-    thinking = rendering.answer.reasoning.strip()
-    if thinking:
-        variables = (*THINKING_ON, *THINKING_OFF)
-    else:
-        variables = (*THINKING_OFF, *THINKING_ON)
-
-    # the usual prompt, else the first of those with thinking on or off that the text begins with
-    if text.startswith(prompt) and len(prompt) <= first:
-        return len(prompt)
-    for switch in variables:
-        other = rendering.prompt(**switch)
-        if other is not None and text.startswith(other) and len(other) <= first:
-            return len(other)
-    # the earlier messages are rendered differently before an answer, or the prompt opens a thought
-    # that answers lack: find the end of the prompt's own text, or of its beginning
-    before = rendering.before()
-    opening = prompt[common_length(before, prompt) :]
-    floor = _end_of_earlier(rendering, text, first)
-    for beginning in _beginnings(opening):
-        position = text.rfind(beginning, floor, first)
-        if position >= 0:
-            return position + len(beginning)
-    common = _outside_tag(text, common_length(prompt, text[:first]))
-    # with a system prompt in front of the last message, the common part may end before it, or
-    # within what looks like it
-    if common >= max(floor, _end_in_prompt(rendering, prompt)):
-        return common
-    return None
-
-
-def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
-    """Return where the content of the last earlier message ends in a text, whose answer begins at
-    `first`; 0 if it is not found."""
-    return _content_end(rendering, text[:first], TurnRendering.text)
-
-
-def _end_in_prompt(rendering: TurnRendering, prompt: str) -> int:
-    """Return where the content of the last earlier message ends in the prompt; 0 if it is not
-    found."""
-    return _content_end(rendering, prompt, lambda marked: marked.usual_prompt)
-
-
-def _content_end(
-    rendering: TurnRendering, text: str, render: Callable[[TurnRendering], str | None]
-) -> int:
-    """Return where the content of the last earlier message ends in a text that `render` gives;
-    0 if it is not found."""
-    if not rendering.earlier or not isinstance(rendering.earlier[-1].get("content"), str):
-        return 0
-    *earlier, last = rendering.earlier
-    marked_last = {**last, "content": CONTENT_MARK}
-    try:
-        marked = render(replace(rendering, earlier=[*earlier, marked_last]))
-    except ValueError:
-        return 0
-    if marked is None:
-        return 0
-    position = common_length(marked.partition(CONTENT_MARK)[0], text)
-    # templates may strip the content
-    for written in (last["content"], last["content"].strip()):
-        if text.startswith(written, position):
-            return position + len(written)
-    return position
-
-
-def _beginnings(opening: str) -> Iterator[str]:
-    """Yield a generation prompt, then shorter beginnings of it that end with a tag or a line; none
-    is blank."""
-    if opening.strip():
-        yield opening
-    for length in range(len(opening) - 1, 0, -1):
-        if opening[length - 1] in ">]\n" and opening[:length].strip():
-            yield opening[:length]
-
-
-def _outside_tag(text: str, position: int) -> int:
-    """Return `position`, or the beginning of the tag that it would divide."""
-    opened = max(text.rfind("<", 0, position), text.rfind("[", 0, position))
-    closed = max(text.rfind(">", 0, position), text.rfind("]", 0, position))
-    if opened > closed:
-        return opened
-    return position
-
-
 def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndTokens) -> int:
     """Return where the answer begins after its reasoning: with what the template writes before an
     answer without any.
@@ -536,9 +389,7 @@ def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndToke
     return fallback
 
 
-def _generated_texts(
-    render: Render, messages: list[Message], tools: list | None, ends: EndTokens
-) -> list[RenderedTurns]:
+def _generated_texts(context: TurnContext, messages: list[Message]) -> list[RenderedTurns]:
     """Return the turns as the model generates them, where the prompt opens a thought that finished
     turns leave out.
 
@@ -549,9 +400,13 @@ def _generated_texts(
     texts = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            turn = _generated_turn(
-                TurnRendering(render, messages[:index], message, tools), ends
+            rendering = TurnRendering(
+                render=context.render,
+                earlier=context.history[:index],
+                message=message,
+                tools=context.tools,
             )
+            turn = _generated_turn(rendering, context.ends)
             texts.append(RenderedTurns(turn.text, [turn]))
     return texts
 

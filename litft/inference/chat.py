@@ -13,12 +13,13 @@ from typing import Any
 from litft.args import NUMBERS
 from litft.atomic import atomic_write
 from litft.data.answer_parser import AnswerPart, ParsedAnswer
+from litft.data.answer_reading import answer_parser
 from litft.data.chat_template import Message
 from litft.data.formats import TEMPLATE_ARGS, read_template_args, with_system
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import check_text
-from litft.inference.chat_answers import answer_message, answer_parser
+from litft.inference.chat_answers import answer_message
 from litft.inference.generation import GenerationChunk, generate_batch
 from litft.inference.session import Session
 from litft.inference.speculative import Drafter

@@ -5,10 +5,8 @@ import secrets
 import string
 from typing import Any
 
-from litft.data.answer_format import is_in_thought, opens_thought
-from litft.data.answer_parser import AnswerParser, ChannelParser, ParsedAnswer, make_parser
+from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
-from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import ToolCall
 
 # characters, the only length that Mistral's templates accept
@@ -67,22 +65,3 @@ def api_call_entry(call: ToolCall) -> dict[str, Any]:
     entry = call_entry(call)
     entry["function"]["arguments"] = json.dumps(call.arguments, ensure_ascii=False)
     return entry
-
-
-def answer_parser(
-    tokenizer: Tokenizer,
-    prompt: str,
-    tools: list | None = None,
-    reads_calls: bool = True,
-    continued: str = "",
-) -> AnswerParser:
-    """Return the parser for the answer to a rendered prompt.
-
-    reads_calls: whether calls are looked for. continued: the beginning of the answer, where the
-    prompt ends with it.
-    """
-    in_thought = opens_thought(prompt) or is_in_thought(continued)
-    parser = make_parser(tokenizer.answer_format, in_thought, tools, reads_calls)
-    if isinstance(parser, ChannelParser):
-        parser.continue_message(prompt)
-    return parser

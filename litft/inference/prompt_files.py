@@ -7,15 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
+from litft.data.answer_reading import answer_parser
 from litft.data.chat_template import Message
-from litft.data.formats import COMMON_FIELDS, read_template_args, with_system
+from litft.data.formats import (
+    COMMON_FIELDS,
+    earlier_turns,
+    read_template_args,
+    with_system,
+)
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
 from litft.data.stored_messages import TABLE, parse_messages, read_stored_messages
 from litft.data.tokenizer import Tokenizer
 from litft.inference.answer_file import EXTRA_FIELDS
-from litft.inference.chat_answers import answer_parser, call_entry
+from litft.inference.chat_answers import call_entry
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, GenerationStats
 from litft.inference.session import Session
@@ -116,10 +122,10 @@ def _with_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a record of a table with its lists in place of texts that stand for them; a prompt of
     messages becomes the messages."""
     record = read_stored_messages(record, where)
-    if not TABLE.search(where):
-        return record
-    messages = parse_messages(record.get("prompt"))
-    if messages is not None and record.get("messages") is None:
+    messages = record.get("prompt")
+    if TABLE.search(where) and isinstance(messages, str):
+        messages = parse_messages(messages)
+    if isinstance(messages, list) and record.get("messages") is None:
         record = {**record, "messages": messages}
         del record["prompt"]
     return record
@@ -161,7 +167,7 @@ def tokenize_prompt(
             )
             prompt = Prompt(tokenizer.encode(text, bos=False), text, tools, is_chat=True)
         else:
-            for name in COMMON_FIELDS:
+            for name in (*COMMON_FIELDS, "history"):
                 if record.get(name):
                     raise ValueError(
                         f"{name} needs a chat template, and the prompt is continued as text; "
@@ -185,7 +191,8 @@ def messages_of(record: dict[str, Any], where: str, in_template: bool) -> list[M
         messages = with_system(check_messages(record["messages"], where), record, where)
         return messages[:-1] if ends_with_answer(record) else messages
     if in_template:
-        return with_system([{"role": "user", "content": record["prompt"]}], record, where)
+        question = {"role": "user", "content": record["prompt"]}
+        return with_system([*earlier_turns(record, where), question], record, where)
     return []
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from litft.args.sampling import Sampling
 from litft.data.answer_parser import ParsedAnswer
+from litft.data.answer_reading import answer_parser
 from litft.data.chat_template import Message
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
-from litft.inference.chat_answers import ChatAnswer, answer_parser
+from litft.inference.chat_answers import ChatAnswer
 from litft.inference.decoder import Decoder, check_prompt
 from litft.inference.generation import GenerationChunk, Request, generate_batch
 from litft.inference.generation_config import GenerationConfig, read_generation_config

@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from litft.args import Sampling
 from litft.data.answer_format import FINAL_HEADER, end_of_thought, opens_thought
+from litft.data.answer_reading import answer_parser
 from litft.data.history import readable_history
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import tool_names
-from litft.inference.chat_answers import answer_parser
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import Request
 from litft.inference.sampling import Constraint

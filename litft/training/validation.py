@@ -11,6 +11,7 @@ import numpy as np
 
 from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
+from litft.data.answer_reading import answer_parser
 from litft.data.dataset import DataSplits
 from litft.data.packing import BatchLayout
 from litft.data.sample import Sample
@@ -33,7 +34,6 @@ from litft.evaluation.scoring import (
     validation_answers,
 )
 from litft.evaluation.verdict import Part, parts_of
-from litft.inference.chat_answers import answer_parser
 from litft.inference.generation import Completion
 from litft.model.transformer import GPT, eval_mode
 from litft.training.before_after import BeforeAfter, ComparedTexts, weighted

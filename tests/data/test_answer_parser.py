@@ -109,9 +109,10 @@ def test_values_without_quotes_have_their_declared_types():
     assert read_calls(text, nullable) == [
         ToolCall("weather", {"town": "1984", "days": "2"})
     ]
-    assert read_calls(text.replace("1984", "null"), nullable) == [
-        ToolCall("weather", {"town": None, "days": "2"})
-    ]
+    for null in ("null", "None"):
+        assert read_calls(text.replace("1984", null), nullable) == [
+            ToolCall("weather", {"town": None, "days": "2"})
+        ]
     types["town"] = {"enum": ["1984", "2001"]}
     assert read_calls(text, nullable) == [
         ToolCall("weather", {"town": "1984", "days": "2"})
@@ -374,6 +375,12 @@ HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
             AnswerFormat(calls=CallMarks("<function=", "</function>")),
             '<function=f>{"a": 1}</function> done, thanks',
             [{"a": 1}],
+        ),
+        # the templates of Gemma 4's first versions write null as Python does
+        (
+            AnswerFormat(calls=CallMarks("<|tool_call>", "<tool_call|>")),
+            '<|tool_call>call:f{a:None,b:[True,null],c:<|"|>None<|"|>}<tool_call|>',
+            [{"a": None, "b": [True, None], "c": "None"}],
         ),
         (
             AnswerFormat(calls=CallMarks("<|tool_call_start|>", "<|tool_call_end|>")),

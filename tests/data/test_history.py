@@ -72,6 +72,61 @@ def test_a_system_prompt_that_the_template_leaves_out_is_refused():
     assert "French" in rendered(INLINE, chat)
 
 
+def test_inline_reasoning_that_a_template_only_mentions_is_written_in_its_field():
+    """Qwen 3.8: `<think>` is around the field, and inline reasoning would be a second thought."""
+    source = (
+        "{%- for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}<think>"
+        "{{ m.reasoning_content or '' }}</think>{% endif %}{{ m.content }}{%- endfor %}"
+    )
+    for content in (
+        "<think>\nThe town matters.\n</think>\n\nWarm.",
+        "The town matters.\n</think>\n\nWarm.",
+    ):
+        chat = [CHAT[0], {"role": "assistant", "content": content}, CHAT[2]]
+        assert "[assistant]<think>The town matters.</think>Warm." in rendered(source, chat)
+
+
+def test_reasoning_that_the_template_reads_is_left_as_it_is():
+    """White space around it is a part of what the model has written. Inline reasoning too, also
+    where the template has a field for it."""
+    source = (
+        "{%- for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}<think>\n"
+        "{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}{%- endfor %}"
+    )
+    inline = "<think>The town matters.</think>Warm."
+    chat = [CHAT[0], {"role": "assistant", "content": inline}, CHAT[2]]
+    assert f"[assistant]{inline}[user]" in rendered(source, chat)
+    thought = " The town\n matters. \n"
+    chat = [CHAT[0], {**CHAT[1], "reasoning_content": thought}, CHAT[2]]
+    text = rendered(READS.replace("FIELD", "reasoning_content"), chat)
+    assert f"[assistant]{thought}|Warm.[user]" in text
+
+
+def test_reasoning_beside_calls_is_asked_for_with_a_call():
+    """Gemma 4 reads it only there, gpt-oss not beside a content."""
+    source = (
+        "{%- for m in messages %}[{{ m.role }}]"
+        "{%- if m.reasoning and m.tool_calls %}({{ m.reasoning }}){% endif %}"
+        "{%- if m.thinking and m.content %}{{ raise_exception('not both') }}{% endif %}"
+        "{%- for c in m.tool_calls or [] %}{{ c.function.name }}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{{ m.content }}{%- endfor %}"
+    )
+    answer = {**CALLS[1], "thinking": "The hour matters."}
+    text = rendered(source, [CALLS[0], answer, CALLS[2]])
+    assert "[assistant](The hour matters.)clock{}" in text
+    # a content beside the call, in a field that the template does not read
+    source = source.replace("m.reasoning", "m.thinking")
+    answer = {**CALLS[1], "reasoning_content": "The hour matters.", "content": "Wait."}
+    text = rendered(source, [CALLS[0], answer, CALLS[2]])
+    assert "[assistant]clock{}Wait.[tool]" in text
+
+
+def test_an_end_token_after_an_earlier_answer_is_removed():
+    """As training removes it."""
+    chat = [CHAT[0], {"role": "assistant", "content": "Warm.</s>"}, CHAT[2]]
+    assert "Warm.[user]" in rendered(INLINE, chat)
+
+
 def test_a_template_without_reasoning_gets_none():
     assert "town" not in rendered(QUIRKS["plain"], CHAT)
     # as a program may send it

@@ -121,6 +121,43 @@ def test_records_without_a_prompt_are_refused(record, message):
         to_prompt(record, "line 1", "")
 
 
+TURNS = [{"from": "human", "value": "3 + 3?"}, {"from": "gpt", "value": "6"}]
+CHAT = [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]
+
+
+@pytest.mark.parametrize(
+    ("mapped", "record", "content"),
+    [
+        ("question", {"question": "2 + 2?", "messages": CHAT}, "2 + 2?"),
+        ("prompt", {"prompt": "2 + 2?", "messages": CHAT}, "2 + 2?"),
+        ("question", {"question": "2 + 2?", "prompt": "3 + 3?"}, "2 + 2?"),
+        ("messages", {"prompt": [USER], "messages": CHAT}, "3 + 3?"),
+        ("messages", {"question": "2 + 2?", "answer": "4", "messages": CHAT}, "3 + 3?"),
+        ("conversations", {"conversations": TURNS, "messages": [USER]}, "3 + 3?"),
+        ("question", {"question": "2 + 2?", "answer": "4", "messages": CHAT}, "2 + 2?"),
+    ],
+    ids=str,
+)
+def test_columns_say_what_the_prompt_is(mapped, record, content):
+    prompt = to_prompt(record, "line 1", "", mapped=[mapped])
+    assert [message["content"] for message in prompt.example.messages] == [content]
+
+
+def test_columns_of_a_file_say_what_the_prompt_is(tmp_path):
+    path = write_records(tmp_path / "a.jsonl", [{"problem": "2 + 2?", "messages": CHAT}])
+    data = load(path, val_fraction=0.0, columns=["question=problem"])
+    text = Tokenizer(STORIES).decode(data.train[0].answer[0].tolist())
+    assert "2 + 2?" in text and "3 + 3?" not in text
+    (report,) = data.reports.values()
+    assert report.unused == {"messages": 1}
+
+
+def test_earlier_turns_are_a_part_of_a_prompt():
+    record = {"prompt": "And 3?", "history": [["2 + 2?", "4"]]}
+    messages = to_prompt(record, "line 1", "").example.messages
+    assert [message["content"] for message in messages] == ["2 + 2?", "4", "And 3?"]
+
+
 def load(path, **flags):
     tokenizer = Tokenizer(STORIES)
     args = DataArgs(path=[str(path)], template="chatml", **flags)

@@ -486,6 +486,15 @@ def test_reasoning_that_the_prompt_of_generation_switches_off_is_marked():
     assert turn.thought_is_off
     (turn,) = turns_of(source.replace("not enable_thinking", "false"), messages)
     assert not turn.thought_is_off
+    # one that writes reasoning only where thinking is switched on, and says so at the beginning
+    source = "{% if enable_thinking %}/think\n{% endif %}" + source.replace(
+        "if m.reasoning_content", "if m.reasoning_content and enable_thinking"
+    ).replace("not enable_thinking", "false")
+    (turn,) = turns_of(source, messages)
+    assert turn.text.startswith("/think")
+    assert turn.thought_is_off and not turn.other_prompt
+    (turn,) = turns_of(source.replace("enable_thinking", "true"), messages)
+    assert not turn.thought_is_off
 
 
 def test_an_answer_whose_prompt_opens_a_thought_at_generation_is_marked():
@@ -494,3 +503,26 @@ def test_an_answer_whose_prompt_opens_a_thought_at_generation_is_marked():
     for name, marked in (("reasoning is cut away", True), ("plain", False)):
         (turn,) = turns_of(QUIRKS[name], messages)
         assert turn.other_prompt == marked, name
+
+
+def test_an_empty_thought_that_only_the_prompt_without_thinking_has_is_counted():
+    """Nemotron 3: the prompt opens a thought with a line, an empty one has none."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{{ '<think></think>' if enable_thinking is false else '<think>\n' }}{% endif %}"
+    )
+    messages = [{"role": "user", "content": "Hi"}, answer("Hello.")]
+    (turn,) = turns_of(source, messages)
+    assert turn.text[turn.start : turn.end] == "Hello.<|im_end|>"
+    assert turn.empty_thought and not turn.other_prompt
+
+
+def test_instructions_after_the_last_message_are_in_every_prompt():
+    """Command R+; a conversation has them only at its end."""
+    for turn in turns_of(QUIRKS["instructions come last"], CONVERSATIONS["two turns"]):
+        prompt = turn.text[: turn.start]
+        assert prompt.count("Write a list") == 1
+        assert prompt.endswith("Write a list of actions.<|end|>\n<|turn|>assistant\n")
+        assert not turn.other_prompt

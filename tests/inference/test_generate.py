@@ -4,6 +4,8 @@ import json
 import shutil
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import script, write_records
@@ -14,7 +16,7 @@ from litft.args.parser import parse
 from litft.cli import run as command
 from litft.commands.generate import run_generation
 from litft.inference.answer_file import write_settings
-from litft.inference.prompt_files import encode_prompt
+from litft.inference.prompt_files import encode_prompt, read_prompts
 from litft.inference.session import open_session
 
 
@@ -570,6 +572,10 @@ def chat_session(folder, tmp_path):
             "<system>Be kind.<user>Hi<assistant>",
         ),
         ({"prompt": "Hi", "chat_template_kwargs": {"loud": True}}, "<user>Hi!<assistant>"),
+        (
+            {"prompt": "Hi", "history": [["One.", "Two.</s>"]], "system": "Be kind."},
+            "<system>Be kind.<user>One.<assistant>Two.<user>Hi<assistant>",
+        ),
     ],
 )
 def test_prompts_have_the_fields_that_training_reads(chat_session, record, expected):
@@ -588,6 +594,19 @@ def test_fields_that_cannot_be_rendered_are_refused(chat_session):
     with pytest.raises(ValueError, match="line 1: system needs a chat template"):
         record = {"prompt": "Hi", "system": "Be kind."}
         encode_prompt(chat_session, "line 1", record, in_template=False)
+    with pytest.raises(ValueError, match="line 1: history needs a chat template"):
+        record = {"prompt": "Hi", "history": [["One.", "Two."]]}
+        encode_prompt(chat_session, "line 1", record, in_template=False)
+
+
+def test_a_prompt_of_messages_is_read_from_any_file(tmp_path):
+    message = {"role": "user", "content": "Hi"}
+    records = [{"prompt": [message]}]
+    parquet = tmp_path / "a.parquet"
+    pq.write_table(pa.Table.from_pylist(records), parquet)
+    for path in (parquet, write_records(tmp_path / "a.jsonl", records)):
+        ((_, record),) = read_prompts(path, out=None, key="completion")
+        assert record == {"messages": [message]}, path
 
 
 def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path, capsys):
