@@ -63,6 +63,11 @@ QUIRKS = {
     "reasoning is cut away": _template(
         _HEAD + _SPLIT + "{{ parts[-1] }}" + _CALLS + _END, "<|turn|>assistant\\n<think>\\n"
     ),
+    # as DeepSeek V3.1: the same, but the prompt opens a thought only where thinking is switched on
+    "reasoning is cut away, thinking is off": _template(
+        _HEAD + "{{ '</think>' }}" + _SPLIT + "{{ parts[-1] }}" + _CALLS + _END,
+        "<|turn|>assistant\\n' + ('<think>' if thinking else '</think>') + '",
+    ),
     # as QwQ: the prompt opens a thought, and only the last answer keeps its own
     "thoughts of earlier answers are dropped": _template(
         _HEAD

@@ -429,6 +429,8 @@ def _generated_turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         start=start,
         answer=answer_start,
         end=answer_start + bare.end - bare.answer,
+        # DeepSeek V3.1 opens a thought only where thinking is switched on
+        thought_is_off=prompt != rendering.generation_prompt,
     )
 
 
