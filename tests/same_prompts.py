@@ -1,5 +1,5 @@
 """The prompts of training and of inference are the same: `python tests/same_prompts.py 500` compares
-them over random conversations and published chat templates.
+them over random conversations and published chat templates, or those whose files follow.
 
 An answer is learned after the tokens from which it is generated. `differences` encodes a record for
 training, and each of its conversations up to an answer as a prompt; the tokens before every learned
@@ -45,6 +45,11 @@ ENDS = (
     "<|END_OF_TURN_TOKEN|>",
     "<｜end▁of▁sentence｜>",
     "<end_of_utterance>",
+    "<|eot|>",
+    "<|calls|>",
+    "<seed:eos>",
+    "<｜hy_eos:opensource｜>",
+    "<|message_sep|>",
     "<|user|>",
     "</s>",
 )
@@ -297,10 +302,14 @@ def shown(difference: Difference) -> str:
 
 
 def main(num_records: int, names: list[str]) -> None:
-    """Print what is found, and counts."""
-    for number, (name, source) in enumerate(templates()):
-        if names and name not in names:
-            continue
+    """Print what is found, and counts; names: of templates, or their files. None: all."""
+    chosen = dict(templates())
+    if names:
+        known = chosen
+        chosen = {}
+        for name in names:
+            chosen[name] = known.get(name) or Path(name).read_text("utf-8")
+    for number, (name, source) in enumerate(chosen.items()):
         counts: Counter[str] = Counter()
         with tempfile.TemporaryDirectory() as folder:
             tokenizer = tokenizer_with(source, Path(folder))

@@ -48,6 +48,8 @@ _CLOSE = f"(?:{'|'.join(_CLOSING_MARKS)})"
 EMPTY_THOUGHT = re.compile(rf"\s*(?:{_OPEN}\s*)?{_CLOSE}\s*")
 ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
+# some prompts close a thought that they have not opened
+ENDS_IN_CLOSED_THOUGHT = re.compile(rf"(?:{_OPEN}\s*)?{_CLOSE}\s*\Z")
 OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
 CLOSES_THOUGHT = re.compile(_CLOSE)
 _INLINE_OPENING = re.compile(r"\s*<think>\s*")

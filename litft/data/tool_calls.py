@@ -55,6 +55,8 @@ CALL_MARKS = (
     CallMarks("Action:\n```json", "```"),  # Command R+
     CallMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano 2
     CallMarks("<function_calls>", "</function_calls>"),  # OLMo 3
+    CallMarks("<|function_call|>"),  # GigaChat 3.1
+    CallMarks("function call<|role_sep|>"),  # GigaChat 3
     CallMarks("<function=", "</function>"),  # Functionary 3.1
     CallMarks("<function name=", "</function>"),  # MiniCPM 5
     CallMarks(""),  # Llama 3 and 4

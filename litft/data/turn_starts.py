@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from litft.data.reasoning import THINKING_OFF, THINKING_ON
+from litft.data.reasoning import ENDS_IN_CLOSED_THOUGHT, THINKING_OFF, THINKING_ON
 from litft.data.turn_rendering import (
     CONTENT_MARK,
     OTHER_TEMPLATE,
@@ -66,6 +66,23 @@ def _prompt_of_other_history(rendering: TurnRendering, text: str, start: int) ->
         return None
     opening = prompt[common_length(rendering.before(), prompt) :]
     if text.endswith(opening, 0, start):
+        return prompt
+    return None
+
+
+def prompt_with_empty_thought(
+    rendering: TurnRendering, text: str, start: int
+) -> str | None:
+    """Return the generation prompt if it ends as the text before an answer without reasoning, but
+    for an empty thought (Gemma 4's with 31 billion weights); else None."""
+    prompt = rendering.usual_prompt
+    if prompt is None or rendering.following or text.startswith(prompt):
+        return None
+    thought = ENDS_IN_CLOSED_THOUGHT.search(prompt)
+    if thought is None:
+        return None
+    opening = prompt[common_length(rendering.before(), prompt) : thought.start()]
+    if text[:start].rstrip().endswith(opening.rstrip()):
         return prompt
     return None
 

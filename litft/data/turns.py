@@ -15,6 +15,7 @@ from litft.data.reasoning import (
     BOTH_ON,
     CLOSES_THOUGHT,
     EMPTY_THOUGHT,
+    ENDS_IN_CLOSED_THOUGHT,
     ENDS_IN_EMPTY_THOUGHT,
     ENDS_IN_OPEN_THOUGHT,
     INLINE,
@@ -26,7 +27,7 @@ from litft.data.reasoning import (
 )
 from litft.data.turn_ends import NO_ENDS, EndTokens, turn_end
 from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_complete
-from litft.data.turn_starts import begun_turn
+from litft.data.turn_starts import begun_turn, prompt_with_empty_thought
 from litft.data.variants import variants
 
 # characters, more than any mark of a thought has
@@ -200,7 +201,8 @@ def _texts(
                 earlier=context.history[:index],
                 message=message,
                 tools=context.tools,
-                variables=variables,
+                # an answer without reasoning is generated without them
+                variables=variables if has_reasoning(message) else {},
             )
             if not _renders(rendering):
                 rendering = replace(
@@ -288,6 +290,12 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
                 "the chat template writes an empty thought as a part of the answer; "
                 f"{OTHER_TEMPLATE}"
             )
+        prompt = prompt_with_empty_thought(rendering, text, start)
+        if prompt is not None:
+            text = prompt + text[answer:]
+            end += len(prompt) - answer
+            start = answer = len(prompt)
+            empty = None
     turn = Turn(
         message=len(rendering.earlier),
         text=text,
@@ -302,22 +310,20 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
 def _compared_with_generation(rendering: TurnRendering, turn: Turn) -> Turn:
     """Return a turn that says how its prompt differs from that of generation."""
     generation = rendering.generation_prompt
-    if generation is None:
+    if generation is None or turn.text[: turn.start] == generation:
         return turn
-    prompt = turn.text[: turn.start]
-    is_off = ENDS_IN_EMPTY_THOUGHT.search(generation) is not None
-    is_other = prompt != generation
     if rendering.answer.reasoning.strip():
-        # a prompt with other variables switches thinking on
-        is_switched = is_other and bool(rendering.variables)
-        return replace(
-            turn,
-            thought_is_off=is_off or is_switched,
-            other_prompt=is_other and not is_off and not is_switched,
-        )
-    if is_other and ENDS_IN_EMPTY_THOUGHT.search(prompt):
-        return replace(turn, empty_thought=True)
-    return replace(turn, other_prompt=is_other)
+        # a prompt with other variables switches thinking on, one without a closed thought, too
+        closes_thought = ENDS_IN_CLOSED_THOUGHT.search(generation) is not None
+        is_off = bool(rendering.variables) or closes_thought
+        return replace(turn, thought_is_off=is_off, other_prompt=not is_off)
+    without_thinking = [rendering.prompt(**switch) for switch in THINKING_OFF]
+    # the second one is with the empty thought that the template writes
+    for prompt in (turn.text[: turn.start], turn.text[: turn.answer]):
+        is_off = prompt == generation or prompt in without_thinking
+        if is_off or ENDS_IN_EMPTY_THOUGHT.search(prompt):
+            return replace(turn, empty_thought=True)
+    return replace(turn, other_prompt=True)
 
 
 def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
@@ -330,7 +336,7 @@ def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
         raise ValueError(
             f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"
         )
-    if ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
+    if ENDS_IN_CLOSED_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
         raise ValueError(
             "the prompt of the chat template has an empty thought before the reasoning; "
             f"{OTHER_TEMPLATE}"

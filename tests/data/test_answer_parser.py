@@ -376,6 +376,12 @@ HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
             '<function=f>{"a": 1}</function> done, thanks',
             [{"a": 1}],
         ),
+        # GigaChat: the calls extend to the end
+        (
+            AnswerFormat(calls=CallMarks("function call<|role_sep|>")),
+            'Wait.<|message_sep|>function call<|role_sep|>\n{"name": "f", "arguments": {"a": 1}}',
+            [{"a": 1}],
+        ),
         # the templates of Gemma 4's first versions write null as Python does
         (
             AnswerFormat(calls=CallMarks("<|tool_call>", "<tool_call|>")),

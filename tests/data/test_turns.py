@@ -519,6 +519,56 @@ def test_an_empty_thought_that_only_the_prompt_without_thinking_has_is_counted()
     assert turn.empty_thought and not turn.other_prompt
 
 
+EMPTY_IN_PROMPT = (
+    "{% if enable_thinking %}/think\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and enable_thinking %}<think>\n{{ m.reasoning_content }}\n</think>"
+    "{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n</think>{% endif %}{% endif %}"
+)
+
+
+def test_an_empty_thought_of_the_prompt_is_before_every_answer_without_reasoning():
+    """Gemma 4 with 31 billion weights: finished answers lack it."""
+    messages = CONVERSATIONS["two turns"]
+    for number, turn in enumerate(turns_of(EMPTY_IN_PROMPT, messages)):
+        prompt = render(
+            EMPTY_IN_PROMPT, messages[: turn.message], add_generation_prompt=True
+        )
+        assert turn.text[: turn.start] == prompt and prompt.endswith("</think>")
+        content = (FIRST, ANSWER)[number]
+        assert turn.text[turn.start : turn.end] == f"{content}<|im_end|>"
+        assert not turn.empty_thought and not turn.other_prompt
+
+
+def test_an_answer_without_reasoning_has_the_prompt_without_thinking():
+    """Also in a conversation in which another one has reasoning."""
+    messages = [QUESTION, answer(FIRST, reasoning_content=REASONING), AGAIN, answer(LAST)]
+    with_thought, without = turns_of(EMPTY_IN_PROMPT, messages)
+    assert with_thought.text.startswith("/think") and with_thought.thought_is_off
+    prompt = render(EMPTY_IN_PROMPT, messages[:3], add_generation_prompt=True)
+    assert without.text == f"{prompt}{LAST}<|im_end|>\n"
+
+
+def test_a_prompt_that_closes_a_thought_which_it_has_not_opened():
+    """DeepSeek V3.1, GLM 4.7: without thinking, and of every answer."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' %}{{ '<think>' + m.reasoning_content if "
+        "m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{{ '</think>' if enable_thinking is false else '<think>' }}{% endif %}"
+    )
+    (turn,) = turns_of(source, [QUESTION, answer()])
+    assert turn.text[turn.start : turn.end] == f"{ANSWER}<|im_end|>"
+    assert turn.empty_thought and not turn.other_prompt
+    # where it is the default, reasoning is switched off
+    source = source.replace("enable_thinking is false", "not thinking")
+    (turn,) = turns_of(source, [QUESTION, answer(reasoning_content=REASONING)])
+    assert turn.thought_is_off and not turn.other_prompt
+
+
 def test_instructions_after_the_last_message_are_in_every_prompt():
     """Command R+; a conversation has them only at its end."""
     for turn in turns_of(QUIRKS["instructions come last"], CONVERSATIONS["two turns"]):
