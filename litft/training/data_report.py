@@ -76,7 +76,7 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer, named: int = 3) -> Iter
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; "
         f"{count_of(schedule.steps, 'step')} of {_step_size(schedule)}, "
-        f"{schedule.epochs:.3g} epochs of "
+        f"{schedule.epochs:.3g} {'epoch' if schedule.epochs == 1 else 'epochs'} of "
         f"{schedule.order.epoch_size:,}{by_weight}, on "
         f"{count_of(schedule.layout.ranks, 'device')}"
     )

@@ -274,7 +274,7 @@ def test_several_paths_and_other_columns_on_the_command_line(tiny, tmp_path):
     ).stdout
     assert "a.json: 5 records (alpaca)" in text and "b.jsonl: 5 records (question)" in text
     # 2 x 5 + 5 / 2 examples
-    assert "10 training and 0 validation examples; 3 steps of 4, 1 epochs of 12" in text
+    assert "10 training and 0 validation examples; 3 steps of 4, 1 epoch of 12" in text
 
 
 @pytest.mark.slow
