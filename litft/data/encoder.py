@@ -544,13 +544,17 @@ class Encoder:
     ) -> tuple[str, ...]:
         """Return what is to be said of a turn; ids: of its text, with the `positions` of its
         characters."""
-        # an empty thought that is not learned belongs to the prompt without thinking
+        # an empty thought that is not learned belongs to the prompt without thinking; one that the
+        # prompt has cannot be learned
         start = turn.start
+        is_other = turn.other_prompt
         if turn.empty_thought and self.reasoning != "learn_empty":
             start = turn.answer
+        elif turn.empty_thought and turn.start == turn.answer:
+            is_other = True
         notes = turn_notes(
             tokenizer=self.tokenizer,
-            turn=replace(turn, start=start),
+            turn=replace(turn, start=start, other_prompt=is_other),
             prompt_ids=ids[: positions[start]],
             answer_ids=ids[positions[start] : positions[turn.end]],
             message=example.messages[turn.message],

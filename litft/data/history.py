@@ -3,6 +3,7 @@ form that the template reads."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 
 from litft.data.answer_format import (
     EXAMPLE_QUESTION,
@@ -166,8 +167,10 @@ def _spelling(
         if text is not None:
             read = spelling
             break
-    # to a template without this mark, inline reasoning would be a part of the answer
-    if "<think>" not in template:
+    # to a template without this mark, inline reasoning is a part of the answer
+    if "<think>" not in template and not _takes_no_reasoning(
+        tokenizer, template, has_tools
+    ):
         return read
     inline = _text_with_reasoning(tokenizer, has_tools, replace(form, spelling=INLINE))
     if inline is None:
@@ -178,6 +181,25 @@ def _spelling(
     if form.spelling == INLINE and "".join(inline.split()) == "".join(text.split()):
         return INLINE
     return read
+
+
+@lru_cache(maxsize=64)
+def _takes_no_reasoning(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
+    """Return whether a template has no place for reasoning, so that a model writes it, if any, into
+    its answers, and learns it so.
+
+    template: of `tokenizer`, a part of the key.
+    """
+    for spelling, has_calls in product((*REASONING_FIELDS, PARTS), (False, True)):
+        form = AnswerForm(
+            spelling=spelling,
+            is_opened=True,
+            has_content=not has_calls,
+            has_calls=has_calls,
+        )
+        if _text_with_reasoning(tokenizer, has_tools, form) is not None:
+            return False
+    return True
 
 
 def _text_with_reasoning(

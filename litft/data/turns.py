@@ -86,7 +86,7 @@ def assistant_turns(
     `history.readable_history`. None: as the turns themselves are written.
 
     Usually the result is one text with all turns. If the template renders a turn differently once
-    others follow (it drops the reasoning, or ends the turn with another token or none), each turn
+    others follow (it drops the reasoning, or ends the turn with another token or none), the turn
     has a text of its own, as the model reads it when it generates the turn.
 
     The conversation is rendered as it is, as transformers does, if the turns then contain all that
@@ -145,18 +145,23 @@ def _better(
 ) -> list[RenderedTurns]:
     """Choose between inline reasoning as it is and in another spelling.
 
-    To a template with marks of its own, inline reasoning is text. If both give the same text but
-    for spaces, the template knows it; an empty thought may then be left out.
+    To a template with marks of its own, inline reasoning is text. If what is learned is the same
+    but for spaces, the template knows it; an empty thought may then be left out.
     """
     if plain is None:
         return respelled
-    texts = [
-        "".join("".join(rendered.text.split()) for rendered in turns)
-        for turns in (plain, respelled)
-    ]
-    if (texts[0] == texts[1]) == reasons:
+    if (_learned(plain) == _learned(respelled)) == reasons:
         return plain
     return respelled
+
+
+def _learned(texts: list[RenderedTurns]) -> list[str]:
+    """Return the learned text of each turn, without white space."""
+    learned = []
+    for rendered in texts:
+        for turn in rendered.turns:
+            learned.append("".join(turn.text[turn.start : turn.end].split()))
+    return learned
 
 
 def _closes_unopened(turn: Turn) -> bool:
@@ -231,16 +236,18 @@ def _up_to_question(messages: list[Message]) -> list[Message]:
 
 
 def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
-    """Return one text with all turns if each is a beginning of the last one's text, else a text for
-    each turn."""
-    full_text = turns[-1].text
-    earlier = turns[:-1]
-    # the end of a turn is known by a special token
-    # only; without one, what follows could belong to it
-    end_known = all(turn.text[: turn.end].endswith(ends.special) for turn in earlier)
-    if end_known and all(full_text.startswith(turn.text[: turn.end]) for turn in earlier):
-        return [RenderedTurns(full_text, turns)]
-    return [RenderedTurns(turn.text, [turn]) for turn in turns]
+    """Return texts with all turns: a turn is in the text of the next one if that begins with it."""
+    texts: list[RenderedTurns] = []
+    for turn in reversed(turns):
+        beginning = turn.text[: turn.end]
+        # the end of a turn is known by a special token only; without one, what follows could
+        # belong to it
+        is_known = beginning.endswith(ends.special)
+        if texts and is_known and texts[-1].text.startswith(beginning):
+            texts[-1].turns.insert(0, turn)
+        else:
+            texts.append(RenderedTurns(turn.text, [turn]))
+    return texts[::-1]
 
 
 def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:

@@ -97,8 +97,9 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
         if isinstance(record, ValueError):
             raise record
         record = _with_messages(record, where)
-        if record.get("messages") is not None:
-            check_messages(record["messages"], where)
+        messages = _conversation(record)
+        if messages is not None:
+            check_messages(messages, where)
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
         for name in (key, *EXTRA_FIELDS):
@@ -119,16 +120,22 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
 
 
 def _with_messages(record: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a record of a table with its lists in place of texts that stand for them; a prompt of
-    messages becomes the messages."""
+    """Return a record of a table with its lists in place of texts that stand for them."""
     record = read_stored_messages(record, where)
-    messages = record.get("prompt")
-    if TABLE.search(where) and isinstance(messages, str):
-        messages = parse_messages(messages)
-    if isinstance(messages, list) and record.get("messages") is None:
-        record = {**record, "messages": messages}
-        del record["prompt"]
+    if TABLE.search(where):
+        messages = parse_messages(record.get("prompt"))
+        if messages is not None:
+            record = {**record, "prompt": messages}
     return record
+
+
+def _conversation(record: dict[str, Any]) -> list[Message] | None:
+    """Return the messages of a record; None if its prompt is a text."""
+    messages = record.get("messages")
+    prompt = record.get("prompt")
+    if messages is None and isinstance(prompt, list):
+        return prompt
+    return messages
 
 
 def encode_prompt(
@@ -187,8 +194,9 @@ def tokenize_prompt(
 def messages_of(record: dict[str, Any], where: str, in_template: bool) -> list[Message]:
     """Return the conversation of a record without its last answer, with its system prompt; empty
     for text to continue."""
-    if record.get("messages") is not None:
-        messages = with_system(check_messages(record["messages"], where), record, where)
+    conversation = _conversation(record)
+    if conversation is not None:
+        messages = with_system(check_messages(conversation, where), record, where)
         return messages[:-1] if ends_with_answer(record) else messages
     if in_template:
         question = {"role": "user", "content": record["prompt"]}
@@ -198,5 +206,5 @@ def messages_of(record: dict[str, Any], where: str, in_template: bool) -> list[M
 
 def ends_with_answer(record: dict[str, Any]) -> bool:
     """Return whether the last message of a record is the assistant's, as in training data."""
-    messages = record.get("messages")
+    messages = _conversation(record)
     return bool(messages) and messages[-1]["role"] == "assistant"

@@ -212,6 +212,11 @@ def write_result(
     quantization = {}
     if in_fp8:
         linears = quantizable_linears(source.outline, source.text_rules)
+        if not linears:
+            raise ValueError(
+                "no weight of this model can be stored in FP8: it has no Linear but head, routers "
+                "and experts (GPT-2's are of another class); leave --quantize out"
+            )
         quantization = {"quantization_config": quantization_config(linears, entries)}
         entries = fp8_entries(entries, linears)
     write_weights(folder, entries, int(shard_gb * 1e9))

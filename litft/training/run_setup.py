@@ -362,20 +362,27 @@ def _is_named(name: str, pattern: str, stored_names: Mapping[str, list[str]]) ->
     module, _, leaf = name.rpartition(".")
     if pattern_matches(pattern, name, module):
         return True
-    for stored in stored_names.get(f"{module}.weight", []):
-        stored_module = stored.rpartition(".")[0]
+    for stored_module in stored_names.get(module, []):
         if pattern_matches(pattern, f"{stored_module}.{leaf}", stored_module):
             return True
     return False
 
 
 def _stored_names(source: PretrainedFolder) -> dict[str, list[str]]:
-    """Return the names in the checkpoint of each parameter of the base."""
+    """Return the names in the checkpoint of each module of the base with a weight, and of those
+    that only contain others, such as attention, to which a method may add parameters."""
     names: dict[str, list[str]] = {}
+    of_parents: dict[str, list[str]] = {}
     for mapping in source.checked_mappings:
+        modules = [stored.rpartition(".")[0] for stored in mapping.sources]
+        parents = [module.rpartition(".")[0] for module in modules]
         for target in mapping.targets:
-            names.setdefault(target, []).extend(mapping.sources)
-    return names
+            module, _, leaf = target.rpartition(".")
+            if leaf != "weight":
+                continue
+            names.setdefault(module, []).extend(modules)
+            of_parents.setdefault(module.rpartition(".")[0], []).extend(parents)
+    return of_parents | names
 
 
 def _meta_parameters(method: Method, source: PretrainedFolder) -> dict[str, nn.Parameter]:

@@ -40,7 +40,7 @@ from litft.training.before_after import BeforeAfter, ComparedTexts, weighted
 from litft.training.measured_samples import measured_indices
 from litft.training.objectives import Objective, Supervised
 from litft.training.objectives.objective import Totals
-from litft.training.output.metrics import Row
+from litft.training.output.metrics import Row, as_written
 from litft.training.rollouts import Rollouts, rewards_together
 from litft.training.sample_prompts import sample_prompts
 from litft.training.validation_losses import validation_scores
@@ -202,7 +202,7 @@ class Validation:
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
         if self.metrics:
             for name, value in self._measure_metrics(layout, sets).items():
-                self.metric_values[name][step] = value
+                self.metric_values[name][step] = as_written(value)
                 # a metric that has failed is NaN, and stays out of the row
                 if not math.isnan(value):
                     values[name] = value
@@ -366,8 +366,9 @@ class Validation:
         else:
             by_set, together = self._measure_losses(layout, sets)
 
-        # the other scores, then the loss of each named set, as in `columns`
-        self.losses[step] = together[0]
+        # the other scores, then the loss of each named set, as in `columns`; a resumed run reads
+        # them from the file, and has to choose the same best step
+        self.losses[step] = as_written(together[0])
         others = together[1:]
         # without named sets there is one, whose loss is in `losses` already
         if self.sets:
@@ -377,7 +378,7 @@ class Validation:
         columns = {}
         for column, score in zip(self.columns, others, strict=True):
             if not math.isnan(score):
-                columns[column] = score
+                columns[column] = as_written(score)
         self.scores[step] = columns
 
     def _measure_losses(

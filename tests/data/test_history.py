@@ -127,8 +127,17 @@ def test_an_end_token_after_an_earlier_answer_is_removed():
     assert "Warm.[user]" in rendered(INLINE, chat)
 
 
-def test_a_template_without_reasoning_gets_none():
-    assert "town" not in rendered(QUIRKS["plain"], CHAT)
+def test_a_template_without_reasoning_gets_it_within_the_answer():
+    """There a model learns thoughts as a part of its answers, and `chat` and `serve` take them out
+    of what it writes. A template that cuts them away still does."""
+    text = rendered(QUIRKS["plain"], CHAT)
+    assert "<|turn|>assistant\n<think>\nThe town matters.\n</think>\n\nWarm.<|end|>" in text
+    assert "town" not in rendered(QUIRKS["reasoning is cut away"], CHAT)
+    # a template with marks of its own, which leaves out the thoughts of earlier answers
+    assert "town" not in rendered(QUIRKS["channels"], CHAT)
+
+
+def test_messages_in_parts_are_left_as_they_are():
     # as a program may send it
     parts = [
         {"role": "assistant", "content": [{"type": "text", "text": "a"}], "thinking": "b"}

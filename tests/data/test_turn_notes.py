@@ -5,7 +5,7 @@ from learned_spans import QUESTION, TOOLS, answer, calls
 from same_prompts import templates, tokenizer_with
 
 from litft.data.encoder import Encoder
-from litft.data.notes import CALL_UNREAD, WITHIN_TOKEN
+from litft.data.notes import CALL_UNREAD, OTHER_PROMPT, WITHIN_TOKEN
 
 TEMPLATES = dict(templates())
 # as LFM2: texts are not escaped
@@ -50,3 +50,11 @@ def test_an_answer_after_an_empty_thought_begins_with_a_token(reasoning, tmp_pat
     template = TEMPLATES["qwen3_5_think"]
     notes = notes_of(template, answer(), tmp_path, reasoning=reasoning)
     assert (WITHIN_TOKEN in notes) == (reasoning == "learn_empty")
+
+
+@pytest.mark.parametrize("reasoning", ["learn", "learn_empty"])
+def test_an_empty_thought_of_the_prompt_cannot_be_learned(reasoning, tmp_path):
+    """Nemotron 3: the prompt of generation opens a thought with a line, an empty one has none."""
+    template = TEMPLATES["nemotron_3_nano"]
+    notes = notes_of(template, answer(), tmp_path, reasoning=reasoning)
+    assert (OTHER_PROMPT in notes) == (reasoning == "learn_empty")

@@ -28,6 +28,7 @@ from litft.data.turn_ends import EndTokens
 from litft.data.turns import assistant_turns
 
 CONVERSATIONS = dict(conversations())
+CHATML_ENDS = EndTokens(("<|im_start|>", "<|im_end|>"), ("<|im_end|>",))
 STOPS = ("<|end|>", "<|return|>", "<|call|>", "<|result|>", "<|user|>", "<|tool|>")
 
 
@@ -567,6 +568,46 @@ def test_a_prompt_that_closes_a_thought_which_it_has_not_opened():
     source = source.replace("enable_thinking is false", "not thinking")
     (turn,) = turns_of(source, [QUESTION, answer(reasoning_content=REASONING)])
     assert turn.thought_is_off and not turn.other_prompt
+
+
+def test_inline_thoughts_are_learned_as_they_are_written():
+    """As transformers renders them, also in a template that writes a field otherwise, and where a
+    turn needs a text of its own."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>"
+        "{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    for template in (
+        source,
+        source.replace("{% if m.reas", "{# #}{% if loop.last and m.reas"),
+    ):
+        messages = []
+        for thought in ("one", "two", "three"):
+            messages += [QUESTION, answer(f"<think>\n{thought}\n</think>\n\n{ANSWER}")]
+        # encoding has the history as inference writes it, here as it is
+        (rendered,) = assistant_turns(
+            partial(render, template), messages, None, CHATML_ENDS, history=messages
+        )
+        assert rendered.text == render(template, messages)
+
+
+def test_turns_are_in_the_text_of_the_next_one_that_begins_with_them():
+    """Hermes 3 writes a line after a result only where an answer follows: the answer has a text of
+    its own, in which the call before it is."""
+    source = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function }}{% endfor %}<|im_end|>"
+        "{% if m.role != 'tool' or not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    messages = CONVERSATIONS["call, later"]
+    texts = assistant_turns(partial(render, source), messages, TOOLS, CHATML_ENDS)
+    assert [[turn.message for turn in text.turns] for text in texts] == [[1, 3], [5]]
+    for text in texts:
+        for turn in text.turns:
+            prompt = render(source, messages[: turn.message], add_generation_prompt=True)
+            assert text.text[: turn.start] == prompt
 
 
 def test_instructions_after_the_last_message_are_in_every_prompt():

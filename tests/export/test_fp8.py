@@ -19,7 +19,6 @@ MODELS = {
     "Llama": ("LlamaConfig", {}),
     "fused": ("Phi3Config", dict(sliding_window=None)),
     "experts": ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2)),
-    "Conv1D": ("GPT2Config", {}),
 }
 
 
@@ -71,6 +70,15 @@ def test_rows_of_zeros_and_of_large_numbers():
     assert quantized.float().isfinite().all()
     torch.testing.assert_close(quantized.float() * scale, weight, rtol=0.07, atol=40)
     assert quantized[1, 1] == -448 and (quantized[0] == 0).all()
+
+
+def test_a_model_without_linears_is_refused(tmp_path):
+    """Nothing of GPT-2 would be in FP8."""
+    build("GPT2Config", tmp_path / "model")
+    flags = dict(checkpoint_dir=str(tmp_path / "model"), quantize="fp8")
+    with pytest.raises(ValueError, match="no weight of this model can be stored in FP8"):
+        export(ExportArgs(out_dir=str(tmp_path / "fp8"), **flags))
+    assert not (tmp_path / "fp8").exists()
 
 
 def test_scales_that_fp16_does_not_have(tmp_path):

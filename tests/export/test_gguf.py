@@ -856,6 +856,7 @@ REFUSED = {
         "Dots1Config",
         dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1),
     ),
+    "phi2 does not support this model's qk_norm": ("PhiConfig", dict(qk_layernorm=True)),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 

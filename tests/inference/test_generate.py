@@ -16,7 +16,7 @@ from litft.args.parser import parse
 from litft.cli import run as command
 from litft.commands.generate import run_generation
 from litft.inference.answer_file import write_settings
-from litft.inference.prompt_files import encode_prompt, read_prompts
+from litft.inference.prompt_files import encode_prompt, messages_of, read_prompts
 from litft.inference.session import open_session
 
 
@@ -509,6 +509,9 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
         "bad_words_ids": [[5]],
         "length_penalty": 2.0,
         "max_length": 4096,
+        "dola_layers": "high",
+        "token_healing": True,
+        "encoder_no_repeat_ngram_size": 2,
     }
     # these change nothing
     stored |= {"typical_p": 1.0, "min_length": 0, "guidance_scale": None, "top_k": 0}
@@ -521,6 +524,9 @@ def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys
         "bad_words_ids [[5]]",
         "length_penalty 2.0",
         "max_length 4096",
+        "dola_layers high",
+        "token_healing True",
+        "encoder_no_repeat_ngram_size 2",
     ):
         assert name in printed
     for name in ("typical_p", "min_length", "guidance_scale"):
@@ -606,7 +612,8 @@ def test_a_prompt_of_messages_is_read_from_any_file(tmp_path):
     pq.write_table(pa.Table.from_pylist(records), parquet)
     for path in (parquet, write_records(tmp_path / "a.jsonl", records)):
         ((_, record),) = read_prompts(path, out=None, key="completion")
-        assert record == {"messages": [message]}, path
+        assert record == {"prompt": [message]}, path
+        assert messages_of(record, "", in_template=True) == [message]
 
 
 def test_an_output_line_has_the_record_as_it_was(chat_session, tmp_path, capsys):

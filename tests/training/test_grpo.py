@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT, copy_tokenizer, kill_after, rows_of, script, write_records
 from torch import nn
 
+import litft
 from litft import run_dir
 from litft.args import (
     DataArgs,
@@ -591,6 +592,37 @@ def test_a_killed_run_ends_the_same(flags, tmp_path):
             assert rows[0] == rows[1]
         else:
             assert (tmp_path / "whole" / name).read_bytes() == (killed / name).read_bytes()
+
+
+def test_a_resumed_run_keeps_the_first_of_equal_scores(flags, tmp_path):
+    """metrics.csv has nine digits of them; the whole run compares the same numbers."""
+    rewards = tmp_path / "third.py"
+    rewards.write_text("def third(completion):\n    return 1 / 3\n")
+    args = replace(
+        flags,
+        reward=[f"{rewards}:third"],
+        train=replace(flags.train, max_steps=6),
+        eval=replace(flags.eval, interval=1, patience=3, forgetting=False),
+        save=replace(flags.save, interval=1, best=True),
+    )
+    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole")))
+
+    class Killed(Exception):
+        pass
+
+    def kill(row):
+        if row["step"] == 2:
+            raise Killed
+
+    args = replace(args, out_dir=str(tmp_path / "killed"))
+    with pytest.raises(Killed):
+        litft.finetune(args, callback=kill)
+    resumed = litft.finetune(replace(args, resume=True))
+    steps = []
+    for run in (whole, resumed):
+        best = json.loads((run.folder / "best" / "litft.json").read_text())
+        steps.append((best["step"], rows_of(run.folder)[-1]["step"]))
+    assert steps == [(1, 4), (1, 4)]
 
 
 def test_a_reward_function_that_fails_ends_the_run_with_its_state(flags, tmp_path):

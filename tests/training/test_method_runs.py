@@ -251,6 +251,32 @@ def test_frozen_parameters_are_unchanged_and_saved(tiny, examples, tmp_path):
     assert "nothing is left to train" in stderr and not (tmp_path / "no").exists()
 
 
+@pytest.mark.parametrize("pattern", ["blocks.1.*", "model.layers.1.*"])
+def test_both_kinds_of_names_freeze_the_parameters_of_a_method(
+    pattern, tiny, examples, tmp_path
+):
+    """Also the prompt and the gate, whose module has no weight of its own."""
+    run = litft.finetune(
+        method="adapter_v2",
+        adapter_start_layer=0,
+        model=str(tiny),
+        data=str(examples),
+        max_steps=2,
+        learning_rate=1e-2,
+        eval_max_new_tokens=0,
+        freeze=[pattern],
+        out_dir=str(tmp_path / "run"),
+    )
+    (file,) = (run.folder / "final").glob("*.safetensors")
+    trained = load_file(file)
+    gates = {}
+    for name, tensor in trained.items():
+        if name.endswith("gate"):
+            gates[name.split(".")[1]] = float(tensor.abs().sum())
+    assert gates.pop("1") == 0
+    assert all(gates.values()) and gates
+
+
 def test_a_full_run_equals_plain_training(tiny, examples, tmp_path):
     """Equal to five steps of torch's AdamW on transformers' model and the same samples."""
     from transformers import AutoModelForCausalLM

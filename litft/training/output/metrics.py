@@ -256,6 +256,11 @@ def _texts(row: Row) -> dict[str, str]:
     return {name: _text(value) for name, value in row.items()}
 
 
+def as_written(value: float) -> float:
+    """Return a value as it is read from the file."""
+    return float(_text(value))
+
+
 def _text(value: float) -> str:
     # a count, which was read from the file
     if isinstance(value, float) and value.is_integer():
