@@ -4,6 +4,7 @@ each."""
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from litft.data.answer_parser import AnswerFormat, make_parser
@@ -90,6 +91,10 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     # the marks of gpt-oss are known, and a call is a message in a channel
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerFormat(thoughts, channels=True, arguments_as_text=as_text)
+    opening, closing = _around_content(write, ends)
+    plain = AnswerFormat(
+        thoughts, arguments_as_text=as_text, opening=opening, closing=closing
+    )
     if "tool" in template:
         written = list(_written_calls(write, ends))
     else:
@@ -97,10 +102,32 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
 
     # of the marks that occur in the call, those with which it can be read back
     for marks in CALL_MARKS:
-        found = AnswerFormat(thoughts, marks, arguments_as_text=as_text)
+        found = replace(plain, calls=marks)
         if any(marks.opening in text and _reads(found, text) for text in written):
             return found
-    return AnswerFormat(thoughts, arguments_as_text=as_text)
+    return plain
+
+
+def _around_content(write: Render, ends: EndTokens) -> tuple[str, str]:
+    """Return the special tokens that a template writes before and after the content of an answer,
+    without those of its prompt and its end."""
+    answer = {"role": "assistant", "content": _CONTENT}
+    try:
+        (rendered,) = assistant_turns(write, [EXAMPLE_QUESTION, answer], None, ends)
+    except ValueError:
+        return "", ""
+    (turn,) = rendered.turns
+    text = turn.text[turn.answer : turn.end]
+    end = max(
+        (token for token in ends.special if text.endswith(token)), key=len, default=""
+    )
+    before, content, after = text.removesuffix(end).partition(_CONTENT)
+    around = []
+    for part in (before.strip(), after.strip()):
+        # a mark of the answer's form, not a word that the model might write
+        has_token = any(token in part for token in ends.special if token)
+        around.append(part if content and has_token else "")
+    return around[0], around[1]
 
 
 def _takes_objects(write: Render) -> bool:

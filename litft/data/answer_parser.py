@@ -22,13 +22,16 @@ class AnswerFormat:
     thoughts: pairs of texts around the reasoning. calls: the marks of tool calls; None if the
     template writes none.
     channels: whether answers are messages in channels (gpt-oss). arguments_as_text: whether the
-    template takes the arguments of a call as JSON, not as an object.
+    template takes the arguments of a call as JSON, not as an object. opening, closing: what it
+    writes around the content (Command R7B), which is no part of it.
     """
 
     thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
     calls: CallMarks | None = None
     channels: bool = False
     arguments_as_text: bool = False
+    opening: str = ""
+    closing: str = ""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,14 @@ class AnswerParser:
 
     def _begin_answer(self, text: str, is_last: bool) -> None:
         """Decide whether the answer after any reasoning is a bare call or content, once `text`
-        shows which."""
+        shows which; `text`: the buffer without white space before it."""
+        opening = self.format.opening
+        if opening and text.startswith(opening):
+            self.buffer = text.removeprefix(opening)
+            self.state = "content"
+            return
+        if opening and not is_last and opening.startswith(text):
+            return
         calls = self.format.calls
         takes_bare_calls = calls is not None and not calls.opening and bool(self.tools)
         if (
@@ -196,7 +206,13 @@ class AnswerParser:
         marks: tuple[str, ...] = ()
         if calls is not None and calls.opening and not self.gives_up:
             marks = (calls.opening,)
+        if self.format.closing:
+            marks = (*marks, self.format.closing)
         start, mark = first_mark(self.buffer, marks)
+        if mark and mark == self.format.closing:
+            yield from self._text("content", self.buffer[:start])
+            self.buffer = self.buffer[start + len(mark) :]
+            return
         if mark:
             yield from self._text("content", self.buffer[:start])
             self.buffer = self.buffer[start:]

@@ -587,3 +587,31 @@ def test_repeated_marks_are_read_in_time(name):
     assert time.process_time() - start < 8
     assert streamed == whole and len(whole.calls) == (1 if closing else 0)
     assert whole.content.strip() == (unit * 3000).strip()
+
+
+# as Command R7B: marks around the content; and as Muse Glimmer, a recipient before it
+AROUND = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{% if m.role == 'assistant' %}OPENING"
+    "{{ m.content }}CLOSING{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("opening", "closing"),
+    [("<|start|>", "<|stop|>"), ("", "<|stop|>"), (" to=user<|start|>", ""), ("Yes: ", "")],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_marks_around_the_content_are_no_part_of_it(opening, closing, size):
+    template = AROUND.replace("OPENING", opening).replace("CLOSING", closing)
+    ends = EndTokens(("<|turn|>", "<|end|>", "<|start|>", "<|stop|>"), ("<|end|>",))
+    found = answer_format(template, {}, ends)
+    text = f"{opening}It is warm.\n\nAnd dry. {closing}"
+    parsed = parsed_in_pieces(found, text, size)
+    # words may be a part of an answer, special tokens are not
+    expected = "It is warm.\n\nAnd dry."
+    if opening == "Yes: ":
+        expected = f"Yes: {expected}"
+    assert parsed.content.strip() == expected
+    # an answer without the marks is content as it is
+    assert parsed_in_pieces(found, "It is 5 <|s", size).content == "It is 5 <|s"
