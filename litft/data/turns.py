@@ -6,7 +6,7 @@ content and every tool call, and ends with the token that ends the turn. A conve
 this cannot be found is refused with the reason.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,9 +124,7 @@ def assistant_turns(
                 plain = texts
                 plain_calls = variant.calls
                 break
-            if not any(
-                _closes_unopened(turn) for rendered in texts for turn in rendered.turns
-            ):
+            if not _count(texts, _closes_unopened):
                 return _better(plain, texts, reasons)
     if plain is not None:
         return plain
@@ -150,9 +148,24 @@ def _better(
     """
     if plain is None:
         return respelled
+    # the opening mark may be in the prompt, where the other spelling has it
+    is_lost = _count(plain, _closes_unopened) or (
+        _count(plain, _has_other_prompt) > _count(respelled, _has_other_prompt)
+    )
+    if reasons and is_lost:
+        return respelled
     if (_learned(plain) == _learned(respelled)) == reasons:
         return plain
     return respelled
+
+
+def _count(texts: list[RenderedTurns], condition: Callable[[Turn], bool]) -> int:
+    """Return how many turns meet a condition."""
+    return sum(condition(turn) for rendered in texts for turn in rendered.turns)
+
+
+def _has_other_prompt(turn: Turn) -> bool:
+    return turn.other_prompt
 
 
 def _learned(texts: list[RenderedTurns]) -> list[str]:

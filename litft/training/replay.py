@@ -38,6 +38,7 @@ def add_replay(args: FinetuneArgs, setup: RunSetup, data: DataSplits) -> DataSpl
             f"--data.replay {args.data.replay:g}: the examples are texts to continue, and replay "
             "is of answers to questions; leave it out"
         )
+    _check_new_tokens(args, setup)
     # --data.weights say how often an epoch has the examples of each file
     size = SampleOrder(data.train.sizes, args.seed, data.weights).epoch_size
     count = max(1, round(args.data.replay * size))
@@ -56,6 +57,27 @@ def add_replay(args: FinetuneArgs, setup: RunSetup, data: DataSplits) -> DataSpl
         if not path.is_file() or not path.stat().st_size:
             _write(path, args, setup, count)
     return with_replay(data, File(str(path)), args.timeout_seconds)
+
+
+def _check_new_tokens(args: FinetuneArgs, setup: RunSetup) -> None:
+    """Raise ValueError if the questions have new tokens, which the model does not know before the
+    run."""
+    if not args.data.new_tokens:
+        return
+    questions = ordinary_questions()[NUM_QUESTIONS:]
+    used: set[int] = set()
+    for prompt in question_prompts(setup.tokenizer, questions):
+        used.update(prompt)
+    unknown = sorted(used & setup.method.tokens.keys())
+    if unknown:
+        texts = ", ".join(
+            setup.tokenizer.decode([token_id], skip_special=False) for token_id in unknown
+        )
+        raise ValueError(
+            f"--data.replay {args.data.replay:g}: the questions that the model answers before the "
+            f"run contain the new tokens {texts}, which it does not know yet; leave them out of "
+            "--data.new_tokens, pass another --data.template, or leave --data.replay out"
+        )
 
 
 def _path(args: FinetuneArgs, setup: RunSetup, count: int) -> Path:

@@ -592,6 +592,27 @@ def test_inline_thoughts_are_learned_as_they_are_written():
         assert rendered.text == render(template, messages)
 
 
+NEMOTRON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
+    "{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [f"{REASONING}\n</think>\n\n{ANSWER}", f"<think>{REASONING}</think>{ANSWER}"],
+)
+def test_inline_thoughts_follow_the_mark_that_the_prompt_has(content):
+    """Nemotron 3: a model writes what comes after the opening mark of its prompt."""
+    (turn,) = turns_of(NEMOTRON, [QUESTION, answer(content)])
+    prompt = render(NEMOTRON, [QUESTION], add_generation_prompt=True)
+    assert turn.text[: turn.start] == prompt and prompt.endswith("<think>\n")
+    learned = f"{REASONING}\n</think>\n{ANSWER}<|im_end|>"
+    assert turn.text[turn.start : turn.end] == learned
+    assert not turn.other_prompt
+
+
 def test_turns_are_in_the_text_of_the_next_one_that_begins_with_them():
     """Hermes 3 writes a line after a result only where an answer follows: the answer has a text of
     its own, in which the call before it is."""

@@ -1,6 +1,7 @@
 """--data.replay: the model's own answers to ordinary questions are learned beside the examples."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from conftest import refused
@@ -138,3 +139,16 @@ def test_what_replay_cannot_do(
     if "--data.path" not in flags:
         base += ["--data.path", examples]
     assert message in refused("finetune lora", *base, *flags, capsys=capsys)
+
+
+def test_questions_with_new_tokens_are_refused(chatty, examples, tmp_path):
+    """The network that answers has no rows for them, or untrained ones of a padded vocabulary."""
+    args = args_of(chatty, examples, replay=0.5, new_tokens=["|im_end|"], template="chatml")
+    for dry_run in (True, False):
+        with pytest.raises(
+            ValueError, match=r"contain the new tokens \|im_end\|, which it"
+        ):
+            litft.finetune(replace(args, dry_run=dry_run, out_dir=str(tmp_path / "run")))
+    # tokens that no question has change nothing
+    args = args_of(chatty, examples, replay=0.5, new_tokens=["<unused>"])
+    assert litft.finetune(replace(args, out_dir=str(tmp_path / "run"))).folder.is_dir()
