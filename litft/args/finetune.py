@@ -286,8 +286,8 @@ class EvalArgs:
     """Use at most max_batches * global_batch_size validation examples, spread evenly over the set.
     null: all examples."""
     patience: int | None = None
-    """Stop early after this many consecutive validations without a new lowest loss. Default:
-    never."""
+    """Stop early after this many consecutive validations without a new lowest loss; that before
+    training does not count. Default: never."""
     prompts: list[str] = field(default_factory=list)
     """Prompts to answer at each validation; the answers are printed and written to samples.jsonl.
     Texts, files with one prompt per line, or .jsonl files as `generate --prompts` reads them. Texts

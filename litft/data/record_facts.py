@@ -14,7 +14,7 @@ from litft.data.chat_template import Message
 from litft.data.digests import hash64
 from litft.data.messages import SYSTEM_ROLES
 from litft.data.reasoning import REASONING_FIELDS
-from litft.data.similarity import contains_word, text_signature
+from litft.data.similarity import contains_word, text_signature, words_of_label
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier
@@ -83,7 +83,8 @@ class ComparedConversation:
     def signatures(self) -> np.ndarray:
         """Return the signatures of the whole conversation and of its prompt, (2, 128): see
         `similarity`. Conversations with different system prompts, settings, labels or answers of
-        symbols alone are not nearly equal."""
+        symbols alone are not nearly equal, nor those with one answer if it is short: beside a long
+        prompt, the word "positive" counts for nothing."""
         texts = [_text_of(self.messages)]
         answers = [self.messages[number]["content"] for number in sorted(self.learned)]
         for other in self.others or ():
@@ -94,7 +95,8 @@ class ComparedConversation:
         for answer in answers:
             if not contains_word(answer):
                 symbols.append(answer.strip())
-        salt = str(_hash_of(self.system, self.setting, self.label, symbols))
+        only = words_of_label(answers[0]) if len(answers) == 1 else None
+        salt = str(_hash_of(self.system, self.setting, self.label, symbols, only))
         return np.stack(
             (text_signature(whole, salt), text_signature(_text_of(self.prompt)))
         )

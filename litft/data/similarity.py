@@ -27,6 +27,8 @@ WORDS_IN_A_ROW = 3
 WORD = re.compile(
     r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+"
 )
+# words of an answer that may be a label
+LONGEST_LABEL = 5
 SHINGLES_AT_ONCE = 10_000
 MOST_WORDS = 100_000  # of a text that are compared
 MOST_IN_BUCKET = 16
@@ -36,6 +38,16 @@ NO_BUCKET = -1
 def contains_word(text: str) -> bool:
     """Return whether a text has a word: symbols and emoji are none."""
     return WORD.search(text) is not None
+
+
+def words_of_label(text: str) -> str | None:
+    """Return the words of a text that may be a label, without case and punctuation; None for a
+    longer one."""
+    matches = islice(WORD.finditer(text.lower()), LONGEST_LABEL + 1)
+    words = [match.group() for match in matches]
+    if len(words) > LONGEST_LABEL:
+        return None
+    return " ".join(words)
 
 
 def text_signature(text: str, salt: str = "") -> np.ndarray:

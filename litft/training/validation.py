@@ -557,9 +557,17 @@ class Validation:
         """Which step is the best, and its loss, or its reward, which is minus the loss."""
         assert self.best is not None  # asked for after a validation
         loss = self.losses[self.best]
-        if self.rollouts is None:
-            return f"the validation loss was lowest at step {self.best} ({loss:.4f})"
-        return f"the validation reward was highest at step {self.best} ({-loss:.4f})"
+        kind = "loss was lowest"
+        sign = 1
+        if self.rollouts is not None:
+            kind = "reward was highest"
+            sign = -1
+        value = f"{sign * loss:.4f}"
+        # the base does not count, since it is no result
+        before = self.losses.get(0)
+        if before is not None and before < loss:
+            value += f", and before the first step {sign * before:.4f}, which is better"
+        return f"the validation {kind} at step {self.best} ({value})"
 
     @property
     def since_best(self) -> int:

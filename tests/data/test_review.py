@@ -247,6 +247,45 @@ def test_answers_of_symbols_make_other_records(answers, are_near):
     assert (copied_texts(whole).tolist() == [0, 0]) == are_near
 
 
+REVIEW = (
+    "the film was very slow at first but then the actors carried the whole story to a moving end "
+    "that nobody in the audience had expected and many people left the cinema with tears"
+)
+
+
+@pytest.mark.parametrize(
+    ("answers", "are_near"),
+    [
+        (["positive", "negative"], False),
+        (["Positive.", "positive"], True),
+        # several words that differ in one, which are compared as others
+        ([f"It is, I think, {word} in the end." for word in ("good", "bad")], True),
+        # a dialogue that goes on
+        (["yes", "yes", "no"], True),
+    ],
+    ids=str,
+)
+def test_a_contradicting_label_is_no_near_copy(answers, are_near):
+    """Beside a long prompt, its word is one of many."""
+    conversations = []
+    if len(answers) == 3:
+        turns = []
+        for answer in answers:
+            turns += [{"role": "user", "content": REVIEW}]
+            turns += [{"role": "assistant", "content": answer}]
+        conversations.append(ComparedConversation(turns[:4], learned={1, 3}))
+        conversations.append(ComparedConversation(turns, learned={1, 3, 5}))
+    else:
+        for answer in answers:
+            messages = [
+                {"role": "user", "content": REVIEW},
+                {"role": "assistant", "content": answer},
+            ]
+            conversations.append(ComparedConversation(messages, learned={1}))
+    whole = np.stack([conversation.signatures()[0] for conversation in conversations])
+    assert (copied_texts(whole).tolist() == [0, 0]) == are_near
+
+
 def test_copies_are_left_out_where_that_is_asked_for(load):
     """exact: the first of equal records stays; near: of nearly equal ones, too."""
     records = clean_records()

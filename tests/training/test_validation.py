@@ -480,3 +480,13 @@ def test_answers_of_special_tokens_are_compared(model_and_samples, single_proces
     labelled = replace(samples[0], answer=(prompt, torch.tensor([label, tokenizer.end_id])))
     (result,) = validation_answers(*single_process, model, tokenizer, [labelled])
     assert result.expected == tokenizer.decode([label], skip_special=False).strip() != ""
+
+
+@pytest.mark.parametrize("rollouts", [None, object()])
+def test_the_line_of_the_best_step_names_a_better_base(rollouts):
+    """Step 0 is never the best, but a run that has made the model worse says so."""
+    validation = SimpleNamespace(losses={0: 0.5, 2: 0.9, 4: 0.7}, rollouts=rollouts, best=4)
+    text = Validation.best_text.fget(validation)
+    assert "at step 4" in text and "and before the first step" in text
+    validation.losses[0] = 0.8
+    assert "before" not in Validation.best_text.fget(validation)
