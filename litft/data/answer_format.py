@@ -36,6 +36,7 @@ CHANNEL_MARKS = (
 )
 
 _CONTENT = "It is warm."
+_REASONING = "The town matters."
 _CALL = ToolCall("weather", {"town": "Oslo", "days": 3})
 EXAMPLE_TOOL = {
     "type": "function",
@@ -92,6 +93,9 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     if "<|channel|>" in template and "<|message|>" in template:
         return AnswerFormat(thoughts, channels=True, arguments_as_text=as_text)
     opening, closing = _around_content(write, ends)
+    thought = _around_reasoning(write, ends, opening)
+    if thought is not None and thought not in thoughts:
+        thoughts = (*thoughts, thought)
     plain = AnswerFormat(
         thoughts, arguments_as_text=as_text, opening=opening, closing=closing
     )
@@ -124,10 +128,41 @@ def _around_content(write: Render, ends: EndTokens) -> tuple[str, str]:
     before, content, after = text.removesuffix(end).partition(_CONTENT)
     around = []
     for part in (before.strip(), after.strip()):
-        # a mark of the answer's form, not a word that the model might write
-        has_token = any(token in part for token in ends.special if token)
-        around.append(part if content and has_token else "")
+        is_mark = bool(content) and _has_special(part, ends)
+        around.append(part if is_mark else "")
     return around[0], around[1]
+
+
+def _around_reasoning(
+    write: Render, ends: EndTokens, opening: str
+) -> tuple[str, str] | None:
+    """Return the texts that a template writes before and after reasoning, of which the second has a
+    special token; None if there are none. Its source may put them together from parts.
+
+    opening: of the content, after the reasoning.
+    """
+    answer = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
+    try:
+        (rendered,) = assistant_turns(write, [EXAMPLE_QUESTION, answer], None, ends)
+    except ValueError:
+        return None
+    (turn,) = rendered.turns
+    before, _, after = turn.text[turn.start : turn.end].partition(_REASONING)
+    opened = ENDS_IN_OPEN_THOUGHT.search(turn.text, 0, turn.start)
+    # the prompt may have opened it
+    first = before.strip()
+    if not first and opened:
+        first = opened[0].strip()
+    last = after.partition(_CONTENT)[0].strip().removesuffix(opening).strip()
+    if first and _has_special(last, ends):
+        return first, last
+    return None
+
+
+def _has_special(text: str, ends: EndTokens) -> bool:
+    """Return whether a text has a special token: a mark of the answer's form, not a word that the
+    model might write."""
+    return any(token in text for token in ends.special if token)
 
 
 def _takes_objects(write: Render) -> bool:

@@ -1,6 +1,7 @@
 """Answers taken apart into reasoning, content and tool calls: what templates write is read back,
 whole and streamed."""
 
+import re
 import time
 from functools import partial
 
@@ -615,3 +616,44 @@ def test_marks_around_the_content_are_no_part_of_it(opening, closing, size):
     assert parsed.content.strip() == expected
     # an answer without the marks is content as it is
     assert parsed_in_pieces(found, "It is 5 <|s", size).content == "It is 5 <|s"
+
+
+# as Muse Glimmer, whose reasoning is a message to itself; and as Kimi K3, which puts marks together
+MESSAGES = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "{% if m.reasoning_content %} to=self<|message|>{{ m.reasoning_content }}<|eom|><|start|>"
+    "assistant{% endif %} to=user{% endif %}<|message|>{{ m.content }}<|eot|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+COMPOSED = (
+    "{% macro mark(kind, name) %}{{ '<|' + kind + '|>' + name + '<|sep|>' }}{% endmacro %}"
+    "{% for m in messages %}{{ mark('open', m.role) }}{% if m.role == 'assistant' %}"
+    "{{ mark('open', 'think') + m.reasoning_content + mark('close', 'think') if "
+    "m.reasoning_content }}{% endif %}{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}{{ mark('open', 'assistant') + mark('open', 'think') }}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "in_thought"),
+    [
+        (
+            MESSAGES,
+            " to=self<|message|>It matters.<|eom|><|start|>assistant to=user<|message|>Warm.",
+            False,
+        ),
+        (COMPOSED, "It matters.<|close|>think<|sep|>Warm.", True),
+    ],
+    ids=["messages", "composed"],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_marks_around_reasoning_are_found_in_what_is_rendered(
+    template, text, in_thought, size
+):
+    special = [*re.findall(r"<\|\w+\|>", template), "<|open|>", "<|close|>", "<|sep|>"]
+    stops = ("<|eot|>", "<|end|>")
+    found = answer_format(template, {}, EndTokens(tuple(dict.fromkeys(special)), stops))
+    parsed = parsed_in_pieces(found, text, size, in_thought)
+    assert parsed.reasoning.strip() == "It matters."
+    assert parsed.content.strip() == "Warm."
