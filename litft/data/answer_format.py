@@ -18,7 +18,7 @@ from litft.data.reasoning import (
 )
 from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
 from litft.data.turn_ends import EndTokens
-from litft.data.turns import assistant_turns
+from litft.data.turns import Turn, assistant_turns
 
 # the end of a header of gpt-oss, after which the answer's content begins; a client that asked for
 # JSON may be answered with `<|channel|>final <|constrain|>json<|message|>`
@@ -112,15 +112,24 @@ def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     return plain
 
 
+def _example_turn(
+    write: Render, answer: Message, ends: EndTokens, tools: list | None = None
+) -> Turn | None:
+    """Return the turn of an answer to EXAMPLE_QUESTION; None if the template cannot render it."""
+    try:
+        (rendered,) = assistant_turns(write, [EXAMPLE_QUESTION, answer], tools, ends)
+    except ValueError:
+        return None
+    (turn,) = rendered.turns
+    return turn
+
+
 def _around_content(write: Render, ends: EndTokens) -> tuple[str, str]:
     """Return the special tokens that a template writes before and after the content of an answer,
     without those of its prompt and its end."""
-    answer = {"role": "assistant", "content": _CONTENT}
-    try:
-        (rendered,) = assistant_turns(write, [EXAMPLE_QUESTION, answer], None, ends)
-    except ValueError:
+    turn = _example_turn(write, {"role": "assistant", "content": _CONTENT}, ends)
+    if turn is None:
         return "", ""
-    (turn,) = rendered.turns
     text = turn.text[turn.answer : turn.end]
     end = max(
         (token for token in ends.special if text.endswith(token)), key=len, default=""
@@ -142,11 +151,9 @@ def _around_reasoning(
     opening: of the content, after the reasoning.
     """
     answer = {"role": "assistant", "content": _CONTENT, "reasoning_content": _REASONING}
-    try:
-        (rendered,) = assistant_turns(write, [EXAMPLE_QUESTION, answer], None, ends)
-    except ValueError:
+    turn = _example_turn(write, answer, ends)
+    if turn is None:
         return None
-    (turn,) = rendered.turns
     before, _, after = turn.text[turn.start : turn.end].partition(_REASONING)
     opened = ENDS_IN_OPEN_THOUGHT.search(turn.text, 0, turn.start)
     # the prompt may have opened it
@@ -190,11 +197,8 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
     """Yield what the template renders for a call after some content, and for a call alone."""
     # a template may write a call beside content and a call alone in different ways
     for content in (_CONTENT, ""):
-        try:
-            turn = assistant_turns(
-                write, [EXAMPLE_QUESTION, example_answer(content)], [EXAMPLE_TOOL], ends
-            )[0].turns[0]
-        except ValueError:
+        turn = _example_turn(write, example_answer(content), ends, [EXAMPLE_TOOL])
+        if turn is None:
             continue
         text = turn.text[turn.start : turn.end]
         # the token that ends the turn is not a part of the call

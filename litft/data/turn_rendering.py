@@ -95,6 +95,11 @@ class TurnRendering:
         except ValueError:
             return None
 
+    @cached_property
+    def opening_start(self) -> int:
+        """Where the usual prompt leaves the earlier messages, and opens the turn."""
+        return common_length(self.before(), self.usual_prompt or "")
+
     def before(self) -> str:
         """Render the messages before the assistant's without a generation prompt; "" if the
         template cannot."""

@@ -64,8 +64,7 @@ def _prompt_of_other_history(rendering: TurnRendering, text: str, start: int) ->
     prompt = rendering.usual_prompt
     if prompt is None or rendering.following or text.startswith(prompt):
         return None
-    opening = prompt[common_length(rendering.before(), prompt) :]
-    if text.endswith(opening, 0, start):
+    if text.endswith(prompt[rendering.opening_start :], 0, start):
         return prompt
     return None
 
@@ -81,7 +80,7 @@ def prompt_with_empty_thought(
     thought = ENDS_IN_CLOSED_THOUGHT.search(prompt)
     if thought is None:
         return None
-    opening = prompt[common_length(rendering.before(), prompt) : thought.start()]
+    opening = prompt[rendering.opening_start : thought.start()]
     if text[:start].rstrip().endswith(opening.rstrip()):
         return prompt
     return None
@@ -128,8 +127,7 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
             return len(other)
     # the earlier messages are rendered differently before an answer, or the prompt opens a thought
     # that answers lack: find the end of the prompt's own text, or of its beginning
-    before = rendering.before()
-    opening = prompt[common_length(before, prompt) :]
+    opening = prompt[rendering.opening_start :]
     floor = _end_of_earlier(rendering, text, first)
     for beginning in _beginnings(opening):
         position = text.rfind(beginning, floor, first)
