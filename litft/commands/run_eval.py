@@ -23,6 +23,7 @@ from litft.evaluation.examples import (
     compared_sources,
     kind_of,
     note_on_base,
+    note_on_quantization,
     readable_by_all,
     resolve_data,
     warn_if_trained_on,
@@ -65,6 +66,9 @@ def run_eval(args: RunEvalArgs) -> None:
     args = replace(args, data=data)
     if source.adapter and args.against is None:
         print(note_on_base(source, own_run), file=sys.stderr)
+    note = note_on_quantization(args, source)
+    if note:
+        print(note, file=sys.stderr)
     run_harness = _harness_runner(args) if args.tasks else None
     sources = compared_sources(args, source)
     readable = set()

@@ -141,6 +141,21 @@ def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
     return note
 
 
+def note_on_quantization(args: RunEvalArgs, source: PretrainedFolder) -> str | None:
+    """Return that a run's adapter was trained on quantized weights, if it is scored on others;
+    None if it was not."""
+    run = _run_of(source.folder)
+    if run is None or source.adapter is None or args.quantize != "none":
+        return None
+    trained = finetune_args(run).quantize
+    if trained == "none":
+        return None
+    return (
+        f"{run} was trained on {trained} weights, and is scored on those that are not quantized; "
+        f"--quantize {trained} scores it as it was trained"
+    )
+
+
 def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
     """Return the data flags with the format and the columns of the model's run, if the first record
     has these columns."""

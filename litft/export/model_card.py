@@ -94,10 +94,7 @@ class CardInfo(NamedTuple):
 def model_card(info: CardInfo) -> str:
     """Return the card: Markdown with a YAML header."""
     is_adapter = info.source.adapter is not None
-    if info.args:
-        paths = [item.path for item in info.args.data.paths]
-    else:
-        paths = []
+    paths = _learned_paths(info.args) if info.args else []
     # the hub reads these fields
     header = {
         "base_model": info.base and info.base.name,
@@ -128,6 +125,15 @@ def model_card(info: CardInfo) -> str:
         )
         + "\n"
     )
+
+
+def _learned_paths(args: FinetuneArgs) -> list[str]:
+    """Return the paths that the run learned from: not those with weight 0."""
+    learned = []
+    for item, weight in zip(args.data.paths, args.data.path_weights, strict=True):
+        if weight:
+            learned.append(item.path)
+    return learned
 
 
 def _peft_type(info: CardInfo) -> str | None:
@@ -215,11 +221,10 @@ def _about(info: CardInfo) -> Iterator[str]:
     if info.args and info.args.teacher:
         yield f"Teacher: `{hub_id(info.args.teacher) or Path(info.args.teacher).name}`.\n"
     if info.args:
-        paths = [item.path for item in info.args.data.paths]
-        names = [
-            f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)"
-            for path in paths
-        ]
+        names = []
+        for path in _learned_paths(info.args):
+            dataset = hub_dataset(path)
+            names.append(f"{dataset}" if dataset else f"`{Path(path).name}` (a file)")
         yield f"Data: {', '.join(names)}.\n"
 
 

@@ -31,6 +31,7 @@ from litft.evaluation.examples import (
     _train_files,
     compared_sources,
     kind_of,
+    note_on_quantization,
     readable_by_all,
     resolve_data,
 )
@@ -593,6 +594,7 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
             checkpoint_dir=str(folder),
             data=data,
             train=train,
+            quantize="nf4",
             out_dir=str(tmp_path / "run"),
         )
     ).folder
@@ -612,6 +614,9 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
             "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)"
             in done.stderr
         )
+        assert f"{run} was trained on nf4 weights, and is scored on those" in done.stderr
+    as_trained = RunEvalArgs(checkpoint_dir=str(run), quantize="nf4")
+    assert note_on_quantization(as_trained, resolve(run)) is None
     (tmp_path / "other").mkdir()
     # same content, another name
     (tmp_path / "other" / "copy.jsonl").write_bytes((tmp_path / "mine.jsonl").read_bytes())

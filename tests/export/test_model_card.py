@@ -3,9 +3,11 @@ calls."""
 
 import pytest
 
+from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.checkpoints.adapter_reader import vllm_obstacles
 from litft.checkpoints.hub import HubId
-from litft.export.model_card import _licence_text, licence_of
+from litft.export.model_card import CardInfo, _licence_text, licence_of, model_card
+from litft.pretrained.folder import resolve
 
 BASE = HubId("me/base")
 OTHER = "license: other\nlicense_name: gemma-terms\nlicense_link: LICENSE"
@@ -41,6 +43,23 @@ def test_a_licence_keeps_its_name_and_link(tmp_path, header, expected, text):
     (tmp_path / "README.md").write_text(f"---\n{header}\n---\n# Card\n")
     assert licence_of(tmp_path, BASE) == expected
     assert _licence_text(expected) == text
+
+
+def test_data_with_weight_0_is_not_named(checkpoints):
+    """The run did not learn from it."""
+    data = DataArgs(path=["learned.jsonl", "me/unread"], weights=[1, 0])
+    info = CardInfo(
+        repo_id="me/mine",
+        source=resolve(checkpoints["stories"]),
+        run=None,
+        args=LoRAFinetuneArgs(checkpoint_dir=str(checkpoints["stories"]), data=data),
+        base=BASE,
+        adapter_config={},
+        licence={},
+    )
+    card = model_card(info)
+    assert "Data: `learned.jsonl` (a file)." in card
+    assert "unread" not in card
 
 
 def test_what_vllm_does_not_load_is_named():
