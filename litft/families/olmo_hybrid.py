@@ -53,11 +53,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 def _has_rope(hf: dict[str, Any]) -> bool:
     """Return whether attention rotates queries and keys: not where the base is null, as in the
-    released models."""
-    parameters = hf.get("rope_parameters", {})
-    if parameters is None:
-        return bool(hf.get("rope_theta") or hf.get("rope_scaling"))
-    # the base may be beside the parameters, too
+    released models. Parameters that are null have the default base, as in transformers."""
+    parameters = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # the base may be beside the parameters, too, where null is refused
     return parameters.get("rope_theta", 1.0) is not None
 
 

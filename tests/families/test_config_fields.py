@@ -69,6 +69,7 @@ CASES = {
         "olmo_hybrid",
         dict(rope_parameters=dict(rope_type="default", rope_theta=None)),
     ),
+    "OLMo Hybrid, null parameters": ("olmo_hybrid", dict(rope_parameters=None)),
     "OLMo 3, added YaRN": ("olmo3", dict(rope_parameters=BY_KIND, rope_scaling=YARN)),
     "GPT-NeoX, two bases": (
         "gpt_neox",
