@@ -45,7 +45,8 @@ class DataArgs:
     near: also those of which four fifths of the words, three in a row, are the same."""
     replay: float = 0.0
     """Also learn the model's own answers to ordinary questions, so that it forgets less: as many as
-    this share of the training examples, such as 0.1. They are generated before the run."""
+    this share of the training examples, such as 0.1. They are generated before the run, and only
+    the answers are learned."""
     val_path: list[str] = field(default_factory=list)
     """Validation examples: a file, or a split of a hub dataset, owner/name:test_sft. Several sets,
     each with its own loss: code=a.jsonl,chat=b.jsonl. Default: val.* of the folder in `path`, or

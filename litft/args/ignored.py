@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import Any
 
-from litft.args.data import VAL_NAMES, DataArgs
 from litft.args.finetune import FinetuneArgs
 from litft.args.finetune_commands import LoRAFinetuneArgs
 
@@ -34,7 +32,6 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
     elif data.val_fraction == 0:
         reason = "--data.val_fraction 0 chooses no examples"
         yield from _note("data", data, "seed", reason)
-    yield from _ignored_of_folders(data)
     if isinstance(args, LoRAFinetuneArgs) and args.lora.rslora and args.lora.alpha is None:
         yield (
             "note: --lora.rslora has no effect: without --lora.alpha, updates are scaled by 2 at "
@@ -65,23 +62,6 @@ def ignored_flags(args: FinetuneArgs) -> Iterator[str]:
     if args.eval.interval == 0:
         reason = "--eval.interval 0 validates only before and after the training"
         yield from _note("eval", args.eval, "patience", reason)
-
-
-def _ignored_of_folders(data: DataArgs) -> Iterator[str]:
-    """Yield what has no effect where a folder of examples has a file for validation."""
-    own = []
-    for item in data.paths:
-        folder = Path(item.path)
-        if folder.is_dir() and any(folder.glob(f"{name}.*") for name in VAL_NAMES):
-            own.append(item.path)
-    if not own:
-        return
-    folders = ", ".join(own)
-    if data.val_path:
-        yield f"note: the validation file in {folders} has no effect: --data.val_path names others"
-    else:
-        reason = f"{folders} has a file for validation"
-        yield from _note("data", data, "val_fraction", reason)
 
 
 def _note(group: str, args: Any, name: str, reason: str) -> Iterator[str]:

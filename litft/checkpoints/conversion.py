@@ -2,7 +2,7 @@
 work in both directions."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -34,12 +34,14 @@ class TensorMapping:
     is_stack: bool = False
 
 
-def untransposed(rules: Iterable[Rule]) -> list[Rule]:
-    """Return the rules for a folder with all matrices (out, in): bitsandbytes transposes GPT-2's
-    when it quantizes them."""
+def untransposed(rules: Iterable[Rule], packed: Collection[str]) -> list[Rule]:
+    """Return the rules for a folder whose packed matrices are all (out, in): bitsandbytes
+    transposes GPT-2's when it quantizes them, and leaves others as they are, such as the stacked
+    experts of gpt-oss."""
     changed = []
     for rule in rules:
-        if isinstance(rule, (Rename, Split)):
+        is_packed = any(match_name(rule.hf_name, name) for name in packed)
+        if is_packed and isinstance(rule, (Rename, Split)):
             rule = replace(rule, transposed=False)
         changed.append(rule)
     return changed

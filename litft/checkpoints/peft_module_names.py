@@ -105,15 +105,20 @@ def _numbers_by_form(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def missing_modules(
-    keys: Iterable[str], base_names: Iterable[str], names: ModuleNames
+    keys: Iterable[str],
+    base_names: Iterable[str],
+    names: ModuleNames,
+    class_patterns: Iterable[str] = (),
 ) -> list[str]:
     """Return the keys of an adapter file whose block is not in the base model, in the class that
     opens the folder.
 
     base_names: of the tensors in the base's files, whose wrapper may have an older spelling. A text
     model may have another name in its files (`backbone.layers.3`) than in its class: only
-    `layers.3` is compared then.
+    `layers.3` is compared then. class_patterns: what modules are called in the class, such as
+    `model.layers.{}.mlp`, where that differs from the files (`transformer.h.3.mlp` in EXAONE 3).
     """
+    lists = {_list_of_layers(pattern) for pattern in class_patterns} - {""}
     # in a wrapper, full names tell the language model's blocks from a vision tower's
     is_wrapper = names.is_wrapper
     blocks = set()
@@ -125,6 +130,8 @@ def missing_modules(
             blocks.add(names.of(block))
         else:
             blocks.add(_without_model_name(block))
+            number = block.rpartition(".")[2]
+            blocks |= {f"{layers}.{number}" for layers in lists}
     missing = []
     for key in keys:
         block = _block(key.removeprefix(PREFIX))
@@ -143,6 +150,15 @@ def _block(name: str) -> str | None:
     if number:
         return name[: number.end()]
     return None
+
+
+def _list_of_layers(pattern: str) -> str:
+    """Return what the list of the layers is called in a pattern of names: `layers` of
+    `model.layers.{}.mlp`; "" without one."""
+    beginning, number, _ = pattern.partition(".{}.")
+    if not number:
+        return ""
+    return beginning.rpartition(".")[2]
 
 
 def _without_model_name(block: str) -> str:

@@ -98,14 +98,24 @@ def find_stored_weights(
     method = settings.get("quant_method")
     if method == "compressed-tensors":
         packed = dict(_packed_weights(metas, settings))
-        return packed | dict(
-            _fp8_weights(metas, settings.get("weight_block_size") or (128, 128))
-        )
+        return packed | dict(_fp8_weights(metas, _fp8_block(settings)))
     if method == "fp8":
-        return dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
+        return dict(_fp8_weights(metas, _fp8_block(settings)))
     if method in ("gptq", "awq"):
         return dict(_integer_weights(metas, method, settings))
     return {}
+
+
+def _fp8_block(settings: dict[str, Any]) -> Iterable[int]:
+    """Return the rows and columns of one scale, by the settings of a folder in FP8."""
+    if settings.get("weight_block_size"):
+        return settings["weight_block_size"]
+    # compressed-tensors has it in each group of modules
+    for group in _groups(settings):
+        structure = (group.get("weights") or {}).get("block_structure")
+        if isinstance(structure, list):
+            return structure
+    return (128, 128)
 
 
 def _fp8_weights(
@@ -151,7 +161,8 @@ def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]
     sizes = tuple(block)
     if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
         raise ValueError(
-            f"config.json: weight_block_size must be two positive numbers, found {sizes!r:.100}"
+            "config.json: weight_block_size, or block_structure, must be two positive numbers, "
+            f"found {sizes!r:.100}"
         )
     rows, columns = weight.shape
     # blocks at the edges may be smaller

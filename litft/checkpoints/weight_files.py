@@ -87,6 +87,11 @@ class Checkpoint:
         """Whether some weights are stored quantized (packed by bitsandbytes)."""
         return bool(self._packed)
 
+    @property
+    def packed_names(self) -> Collection[str]:
+        """The weights that are stored quantized (packed by bitsandbytes)."""
+        return self._packed.keys()
+
     def meta(self, name: str) -> Tensor:
         """Return a meta tensor with the shape and dtype of the (dequantized) tensor, without
         reading its data."""

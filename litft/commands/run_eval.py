@@ -22,8 +22,7 @@ from litft.evaluation.comparison import (
 from litft.evaluation.examples import (
     compared_sources,
     kind_of,
-    note_on_base,
-    note_on_quantization,
+    notes_on_adapter,
     readable_by_all,
     resolve_data,
     warn_if_trained_on,
@@ -64,11 +63,7 @@ def run_eval(args: RunEvalArgs) -> None:
     # what can be refused is refused before a model is loaded
     data, own_run = resolve_data(args, source)
     args = replace(args, data=data)
-    if source.adapter and args.against is None:
-        print(note_on_base(source, own_run), file=sys.stderr)
-    note = note_on_quantization(args, source)
-    if note:
-        print(note, file=sys.stderr)
+    print(*notes_on_adapter(args, source, own_run), sep="", end="", file=sys.stderr)
     run_harness = _harness_runner(args) if args.tasks else None
     sources = compared_sources(args, source)
     readable = set()

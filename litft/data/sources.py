@@ -4,7 +4,7 @@ hub."""
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from glob import glob, has_magic
 from importlib import import_module
@@ -27,7 +27,12 @@ from litft.data.readers import (
     split_suffixes,
 )
 
-OTHER_SPLITS = ("test", "testing", "eval", "evaluation")  # names of files that are not read
+# words of a file's name: of "squadTrain-2.jsonl", squad, Train and jsonl
+WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+# the number of a file, and of how many: train-00000-of-00003.parquet
+NUMBERED = re.compile(r"(\d+)-of-(\d+)")
+# names of files that are not read
+OTHER_SPLITS = ("test", "testing", "eval", "evaluation", "holdout", "heldout")
 SPLITS = {"train": ("train", "training"), "val": VAL_NAMES}
 
 
@@ -165,9 +170,6 @@ def find_sources(
     Raise ValueError for a path that is not a file, a folder with a training file, or a data set on
     the hub.
     """
-    train = []
-    val = []
-
     # flags that nothing would read
     if args.split and not any(hub_dataset(item.path) for item in args.paths):
         raise ValueError(
@@ -184,7 +186,35 @@ def find_sources(
                 f"{item.text()}: only data sets on the hub have a split or a subset; leave them out"
             )
 
-    # the training files, and the validation files that come with them
+    train, named = _sources_of_paths(args)
+    # validation files that the flags name replace those that come with the paths
+    if args.val_path:
+        named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
+        named = _with_names(named) if len(named) > 1 else named
+    return train, named
+
+
+def notes_on_validation(args: DataArgs) -> Iterator[str]:
+    """Yield a note on what has no effect because a path has validation examples of its own."""
+    _, own = _sources_of_paths(args)
+    if not own:
+        return
+    labels = ", ".join(source.label for _, source in own)
+    if args.val_path:
+        yield f"note: {labels} has no effect: --data.val_path names other validation examples"
+    elif args.val_fraction != DataArgs().val_fraction:
+        yield (
+            f"note: --data.val_fraction {args.val_fraction} has no effect: {labels} has the "
+            "validation examples"
+        )
+
+
+def _sources_of_paths(
+    args: DataArgs,
+) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
+    """Return the training files, and the validation files that come with them, without names."""
+    train = []
+    val = []
     for item, weight in zip(args.paths, args.path_weights, strict=True):
         path, splits = (
             item.path,
@@ -214,11 +244,6 @@ def find_sources(
     for source in val:
         if source not in is_trained_on:
             named.append(("", source))
-
-    # validation files that the flags name replace those that come with the paths
-    if args.val_path:
-        named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
-        named = _with_names(named) if len(named) > 1 else named
     return train, named
 
 
@@ -294,13 +319,11 @@ def _splits(
         named = _named_files(path, files)
         if not named:
             return _shards(path, files)
-        # Numbered parts may be the other split: val.jsonl beside train-00001.jsonl. Those of a
-        # split that is there as one file are refused; other names, as notes.jsonl, are not read.
-        numbered = []
-        for file in files:
-            if re.search(r"\d", file.stem):
-                numbered.append(file)
-        return _one_of_each(path, named, _parts_of_splits(path, numbered))
+        # The other split may be in parts: val.jsonl beside train-00001.jsonl. Those of a split
+        # that is there as one file are refused; other names, as notes.jsonl, are not read.
+        whole = {Path(file.name) for file in named.values()}
+        others = [file for file in files if file not in whole]
+        return _one_of_each(path, named, _parts_of_splits(path, others))
 
     # a path that cannot be a data set on the hub is a file; if it is missing, reading it says so
     if not hub_dataset(path):
@@ -346,14 +369,13 @@ def _named_files(path: str, files: list[Path]) -> dict[str, File]:
 def _one_of_each(
     path: str, named: Mapping[str, File], parts: Mapping[str, File]
 ) -> dict[str, File | HubSplit]:
-    """Return the splits of a folder; raise ValueError if it has one as a file and as numbered
-    files."""
+    """Return the splits of a folder; raise ValueError if it has one as a file and in parts."""
     for split in parts.keys() & named.keys():
         whole = Path(named[split].name).name
         part = Path(parts[split].parts[0]).name
         raise ValueError(
-            f"{path} contains {whole} and {part}; name the file, or a pattern of the numbered "
-            "files, with --data.path"
+            f"{path} contains {whole} and {part}; name the file, or a pattern of the parts, with "
+            "--data.path"
         )
     return {**parts, **named}
 
@@ -380,18 +402,21 @@ def _files_of(name: str, paths: list[str]) -> File:
 def _shards(path: str, files: list[Path]) -> dict[str, File]:
     """Return the splits of a folder of several files, such as train-00000-of-00003.parquet.
 
-    A file belongs to the split whose name it begins with. Where none begins so, all are training
+    A file belongs to the split that its name has as a word. Where none has one, all are training
     examples; where some do, the others must be of a test split. A folder whose files have different
-    formats is not read.
+    formats is not read, nor a single file of no split.
     """
     readable = _readable(files)
-    if len(readable) < 2 or len({split_suffixes(file)[0] for file in readable}) > 1:
+    if len({split_suffixes(file)[0] for file in readable}) != 1:
         return {}
     others = []
     for file in readable:
         if not _split_of(file):
             others.append(file)
+    if len(others) == len(readable) == 1:
+        return {}
     if len(others) == len(readable):
+        _check_complete(path, readable)
         return {"train": File(path, parts=tuple(map(str, others)))}
     if others:
         names = ", ".join(file.name for file in others[:3])
@@ -401,17 +426,47 @@ def _shards(path: str, files: list[Path]) -> dict[str, File]:
     return _parts_of_splits(path, files)
 
 
+def _check_complete(folder: str, files: list[Path]) -> None:
+    """Raise ValueError if numbered files of a folder are missing, or a file is there twice, once
+    compressed."""
+    stems: dict[str, Path] = {}
+    numbers: dict[tuple[str, int], set[int]] = {}
+    for file in files:
+        stem = file.name.removesuffix(split_suffixes(file)[1])
+        if stem in stems:
+            raise ValueError(
+                f"{folder} contains {stems[stem].name} and {file.name}; remove one of them, or "
+                "name a pattern with --data.path"
+            )
+        stems[stem] = file
+        match = NUMBERED.search(file.name)
+        if match:
+            group = (file.name[: match.start()], int(match[2]))
+            numbers.setdefault(group, set()).add(int(match[1]))
+
+    # they are numbered from 0, or from 1
+    for (beginning, count), found in numbers.items():
+        first = 0 if 0 in found else 1
+        missing = sorted(set(range(first, first + count)) - found)
+        if missing:
+            pattern = Path(folder) / f"{beginning}*"
+            raise ValueError(
+                f"{folder}: of {count:,} files {beginning}*, number {missing[0]} is missing; "
+                f"complete the folder, or read those that are there with --data.path '{pattern}'"
+            )
+
+
 def _parts_of_splits(path: str, files: list[Path]) -> dict[str, File]:
-    """Return the training and validation files of a folder, by the split whose name each begins
-    with."""
-    by_split: dict[str, list[str]] = {}
+    """Return the training and validation files of a folder, by the split that each name has."""
+    by_split: dict[str, list[Path]] = {}
     for file in _readable(files):
         split = _split_of(file)
         if split in SPLITS:
-            by_split.setdefault(split, []).append(str(file))
+            by_split.setdefault(split, []).append(file)
     joined = {}
-    for split, paths in by_split.items():
-        joined[split] = File(f"{path} ({split})", parts=tuple(paths))
+    for split, of_split in by_split.items():
+        _check_complete(path, of_split)
+        joined[split] = File(f"{path} ({split})", parts=tuple(map(str, of_split)))
     return joined
 
 
@@ -426,19 +481,26 @@ def _readable(files: list[Path]) -> list[Path]:
 
 
 def _split_of(file: Path) -> str:
-    """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or
-    none, ""."""
-    # the letters at the beginning: train of train-00000-of-00003.parquet
-    letters = re.match(r"[a-z]*", file.name.lower())
-    # the pattern matches no letter, too
-    assert letters is not None
-    word = letters[0]
+    """Return the split that a file's name has as a word: train, val, one of OTHER_SPLITS; or none,
+    "". The first word has priority; of several splits within a name, none counts."""
+    found = []
+    for word in WORD.findall(file.name.removesuffix("".join(file.suffixes[-1:]))):
+        split = _split_named(word.lower())
+        if split and file.name.startswith(word):
+            return split
+        if split:
+            found.append(split)
+    if len(set(found)) == 1:
+        return found[0]
+    return ""
+
+
+def _split_named(word: str) -> str:
+    """Return the split that has this name; "" if none has it."""
     for split, names in SPLITS.items():
         if word in names:
             return split
-    if word in OTHER_SPLITS:
-        return word
-    return ""
+    return word if word in OTHER_SPLITS else ""
 
 
 def hub_dataset(path: str) -> HubId | None:

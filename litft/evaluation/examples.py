@@ -2,7 +2,7 @@
 every model can read."""
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,27 @@ def _warn_if_changed(data: DataArgs, run: Path) -> None:
         )
 
 
-def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
+def notes_on_adapter(
+    args: RunEvalArgs, source: PretrainedFolder, own_run: Path | None
+) -> Iterator[str]:
+    """Yield lines on an adapter: which model it is compared with, what else its run can be compared
+    with, and that it was trained on quantized weights, if it is scored on others."""
+    if source.adapter is None:
+        return
+    if args.against is None:
+        yield f"{_note_on_base(source, own_run)}\n"
+    run = _run_of(source.folder)
+    if run is None or args.quantize != "none":
+        return
+    trained = finetune_args(run).quantize
+    if trained != "none":
+        yield (
+            f"{run} was trained on {trained} weights, and is scored on those that are not "
+            f"quantized; --quantize {trained} scores it as it was trained\n"
+        )
+
+
+def _note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
     """Return which model is the base of an adapter, and what else its run can be compared with."""
     note = f"base: {source.base}"
     if own_run is None:
@@ -139,21 +159,6 @@ def note_on_base(source: PretrainedFolder, own_run: Path | None) -> str:
             f"; the run started from the adapter {start}: compare with --against {start}"
         )
     return note
-
-
-def note_on_quantization(args: RunEvalArgs, source: PretrainedFolder) -> str | None:
-    """Return that a run's adapter was trained on quantized weights, if it is scored on others;
-    None if it was not."""
-    run = _run_of(source.folder)
-    if run is None or source.adapter is None or args.quantize != "none":
-        return None
-    trained = finetune_args(run).quantize
-    if trained == "none":
-        return None
-    return (
-        f"{run} was trained on {trained} weights, and is scored on those that are not quantized; "
-        f"--quantize {trained} scores it as it was trained"
-    )
 
 
 def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:

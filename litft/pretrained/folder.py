@@ -144,8 +144,9 @@ class PretrainedFolder:
     @property
     def stored_rules(self) -> list[Rule]:
         """The rules for the weights in this folder, which may be quantized."""
-        if self.checkpoint.is_quantized:
-            return untransposed(self.rules)
+        packed = self.checkpoint.packed_names
+        if packed:
+            return untransposed(self.rules, packed)
         return self.rules
 
     @property

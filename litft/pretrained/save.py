@@ -24,7 +24,7 @@ from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_writer import LazyTensor, write_weights
 from litft.data.declared_tokens import read_declared, read_json
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
-from litft.families import family
+from litft.families import family, peft_rules
 from litft.methods import AdapterTensors, Method, read_method
 from litft.model.config import Config
 from litft.model.mlp import stored_dtype
@@ -271,8 +271,8 @@ def _with_other_parts(
     """
     if whole.checkpoint.is_quantized or whole.hf.get("quantization_config"):
         raise ValueError(
-            f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model "
-            "as --base_dir"
+            f"--multimodal: the weights of {whole.base} are quantized; leave it out, which writes "
+            "the language model alone"
         )
 
     # from the names of the language model alone to those in the multimodal checkpoint
@@ -318,7 +318,10 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
         return
     if read_adapter_config(folder).get("peft_type") == "LORA":
         missing = missing_modules(
-            adapter_tensor_names(folder), source.checkpoint.names, source.adapter_names
+            adapter_tensor_names(folder),
+            source.checkpoint.names,
+            source.adapter_names,
+            [rule.hf_name for rule in peft_rules(source.config)],
         )
         if missing:
             raise RuntimeError(

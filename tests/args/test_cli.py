@@ -235,31 +235,6 @@ def test_without_a_model_the_demo_recipe_is_used():
     assert custom.train == flags.TrainArgs()
 
 
-def test_a_folder_with_a_file_for_validation_is_named(tmp_path):
-    (tmp_path / "train.jsonl").write_text("{}")
-    (tmp_path / "val.jsonl").write_text("{}")
-    words = [
-        "--checkpoint_dir",
-        "m",
-        "--data.path",
-        str(tmp_path),
-        "--data.val_fraction",
-        "0.3",
-    ]
-    (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
-    assert f"val_fraction 0.3 has no effect: {tmp_path} has a file for validation" in note
-    words = [
-        "--checkpoint_dir",
-        "m",
-        "--data.path",
-        str(tmp_path),
-        "--data.val_path",
-        "b.jsonl",
-    ]
-    (note,) = ignored_flags(parse(flags.LoRAFinetuneArgs, words))
-    assert f"the validation file in {tmp_path} has no effect" in note
-
-
 def test_a_resumed_run_has_its_settings_beside_overwrite_false(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()

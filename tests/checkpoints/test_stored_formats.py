@@ -272,6 +272,22 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
             model.blocks[index].attention.q_proj.weight, layer.self_attn.q_proj.weight
         )
 
+    # compressed-tensors has the size of the blocks in each group
+    def as_compressed(weight):
+        parts = to_fp8(weight, block)
+        return dict(weight=parts["weight"], weight_scale=parts["weight_scale_inv"]), weight
+
+    weights = dict(num_bits=8, type="float", strategy="block", block_structure=list(block))
+    settings = dict(
+        quant_method="compressed-tensors",
+        format="float-quantized",
+        config_groups={"group_0": {"targets": ["Linear"], "weights": weights}},
+    )
+    write(folder, reference, tmp_path / "compressed", as_compressed, settings)
+    same, _ = litft.load(tmp_path / "compressed", precision="bf16")
+    for name, weight in model.named_parameters():
+        assert torch.equal(same.get_parameter(name), weight), name
+
 
 @pytest.mark.parametrize(
     ("settings", "message"),

@@ -2,6 +2,7 @@
 --config file."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.args.data_path import DataPath
 from litft.args.parser import parse
 from litft.data.dataset import load_data
-from litft.data.sources import HubSplit, find_sources
+from litft.data.sources import HubSplit, find_sources, notes_on_validation
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
@@ -275,13 +276,83 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
     )
     data = load(tiny, DataArgs(path=[one_file]))
     assert (len(data.train), len(data.val)) == (2, 4)
-    both = folder("whole and parts", "train.jsonl", "train-00001-of-00002.jsonl")
-    with pytest.raises(ValueError, match=r"train.jsonl and train-00001-of-00002.jsonl"):
+    both = folder("whole and parts", "train.jsonl", "train-00000-of-00001.jsonl")
+    with pytest.raises(ValueError, match=r"train.jsonl and train-00000-of-00001.jsonl"):
         load(tiny, DataArgs(path=[both]))
     with pytest.raises(ValueError, match=r"a.jsonl, b.jsonl belong to no split"):
         load(tiny, DataArgs(path=[folder("mixed", "a.jsonl", "b.jsonl", "test-0.jsonl")]))
     with pytest.raises(ValueError, match="contains no train"):
         load(tiny, DataArgs(path=[folder("test only", "test-0.jsonl", "test-1.jsonl")]))
+
+
+@pytest.mark.parametrize(
+    "files, training, validation",
+    [
+        ("wiki.train.txt wiki.valid.txt wiki.test.txt", "wiki.train.txt", "wiki.valid.txt"),
+        ("gsm8k_train.jsonl gsm8k_test.jsonl", "gsm8k_train.jsonl", None),
+        ("en-train.jsonl en-validation.jsonl", "en-train.jsonl", "en-validation.jsonl"),
+        ("squadTrain-1.csv squadDev-1.csv", "squadTrain-1.csv", "squadDev-1.csv"),
+        ("latest_1.jsonl contest_2.jsonl", "contest_2.jsonl latest_1.jsonl", None),
+        ("train_on_tests.jsonl train_2.jsonl", "train_2.jsonl train_on_tests.jsonl", None),
+        ("train-00000-of-00001.jsonl", "train-00000-of-00001.jsonl", None),
+        ("train.jsonl my_val.jsonl notes.jsonl", "train.jsonl", "my_val.jsonl"),
+        (
+            "part-1-of-2.jsonl part-2-of-2.jsonl",
+            "part-1-of-2.jsonl part-2-of-2.jsonl",
+            None,
+        ),
+    ],
+)
+def test_the_split_is_a_word_of_a_files_name(tmp_path, files, training, validation):
+    """Else the test part of a folder is learned in silence."""
+    for name in files.split():
+        (tmp_path / name).write_text("x")
+    train, val = find_sources(DataArgs(path=[str(tmp_path)]))
+    sources = [*train, *(source for _, source in val)]
+    found = [source.parts or (source.name,) for source in sources]
+    expected = []
+    for names in (training, validation):
+        if names:
+            expected.append(tuple(str(tmp_path / name) for name in names.split()))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "files, words",
+    [
+        (
+            ("train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"),
+            "number 1 is missing",
+        ),
+        (("val-1-of-2.jsonl", "train.jsonl"), "number 2 is missing"),
+        (("a-3-of-3.jsonl", "b.jsonl"), "number 1 is missing"),
+        (("a.jsonl", "a.jsonl.gz"), "a.jsonl and a.jsonl.gz; remove one"),
+        (("train_a.jsonl", "b.jsonl"), "b.jsonl belong to no split"),
+    ],
+)
+def test_incomplete_folders_are_refused(tmp_path, files, words):
+    """A part of a download would be learned as the whole."""
+    for name in files:
+        write_records(tmp_path / name, PLAIN[:2])
+    with pytest.raises(ValueError, match=words):
+        find_sources(DataArgs(path=[str(tmp_path)]))
+    # a pattern reads what is there
+    found, _ = find_sources(DataArgs(path=[str(tmp_path / "*")]))
+    assert len(found[0].parts) == 2
+
+
+def test_a_folder_with_files_for_validation_is_named(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write_records(folder / "train.jsonl", PLAIN)
+    data = DataArgs(path=[str(folder)], val_fraction=0.3)
+    assert not list(notes_on_validation(data))
+    write_records(folder / "validation-00000-of-00001.jsonl", PLAIN)
+    (note,) = notes_on_validation(data)
+    assert f"--data.val_fraction 0.3 has no effect: {folder} (val) has" in note
+    (note,) = notes_on_validation(replace(data, val_path=["b.jsonl"]))
+    assert f"{folder} (val) has no effect: --data.val_path names other" in note
+    assert not list(notes_on_validation(replace(data, val_fraction=0.05)))
 
 
 def test_settings_without_effect_are_refused(tiny, tmp_path):

@@ -31,7 +31,7 @@ from litft.evaluation.examples import (
     _train_files,
     compared_sources,
     kind_of,
-    note_on_quantization,
+    notes_on_adapter,
     readable_by_all,
     resolve_data,
 )
@@ -616,7 +616,8 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
         )
         assert f"{run} was trained on nf4 weights, and is scored on those" in done.stderr
     as_trained = RunEvalArgs(checkpoint_dir=str(run), quantize="nf4")
-    assert note_on_quantization(as_trained, resolve(run)) is None
+    (note,) = notes_on_adapter(as_trained, resolve(run), None)
+    assert note == f"base: {folder}\n"
     (tmp_path / "other").mkdir()
     # same content, another name
     (tmp_path / "other" / "copy.jsonl").write_bytes((tmp_path / "mine.jsonl").read_bytes())

@@ -32,6 +32,7 @@ from parity import (
 import litft
 from litft.args import ConvertArgs
 from litft.checkpoints.conversion import mappings_to_hf
+from litft.checkpoints.peft_module_names import PREFIX, missing_modules
 from litft.checkpoints.peft_targets import peft_targets
 from litft.commands.convert_hf_checkpoint import convert
 from litft.families import family as module_of
@@ -83,7 +84,9 @@ def test_names_in_adapters_are_those_of_transformers_class(variation):
     parameters = dict(variation.reference.named_parameters())
     parameters |= dict(variation.reference.named_buffers())
     missing = []
+    keys = []
     for target in peft_targets(outline, source.adapter_rules).values():
+        keys.append(f"{PREFIX}{target.name}.lora_A.weight")
         if target.name not in modules and target.name not in parameters:
             missing.append(target.name)
     names = [name for name, _ in outline.named_parameters()]
@@ -95,6 +98,11 @@ def test_names_in_adapters_are_those_of_transformers_class(variation):
     # a router's correction is not trained
     allowed = re.compile(rf"{allowed}|correction|expert_bias|e_score")
     assert [name for name in missing if not allowed.search(name)] == []
+    # a run looks them up in its base before it says that it is done
+    patterns = [rule.hf_name for rule in peft_rules(source.config)]
+    assert not missing_modules(
+        keys, source.checkpoint.names, source.adapter_names, patterns
+    )
 
 
 REAL_CONFIGS = (

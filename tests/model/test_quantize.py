@@ -30,6 +30,8 @@ from litft.training.run_setup import resolve_setup
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
+# of GPT-2, which `load_bnb` leaves in train mode
+NO_DROPOUT = dict(n_inner=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
 
 
 def load_bnb(folder, kind, plain=()):
@@ -105,6 +107,22 @@ def test_a_quantized_llama_equals_transformers(make_model, kind):
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
 
 
+@pytest.mark.parametrize("family, name", [("gpt_oss", "sinks, experts"), ("gpt2", "tied")])
+@torch.no_grad()
+def test_weights_beside_packed_ones_keep_their_layout(make_model, tmp_path, family, name):
+    """bitsandbytes packs Linears: not gpt-oss' stacked experts, nor a Conv1D that is left out."""
+    config_class, variations = ROWS[family]
+    values = {**variations[name], **WIDE}
+    if family == "gpt2":
+        values |= NO_DROPOUT
+    _, folder = make_model(getattr(transformers, config_class), **values)
+    reference = load_bnb(folder, "nf4", plain=["c_attn", "router"])
+    reference.save_pretrained(tmp_path)
+    model, _ = litft.load(tmp_path, precision="fp32")
+    assert any(isinstance(module, QuantizedLinear) for module in model.modules())
+    assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
+
+
 @pytest.mark.parametrize(
     "family, name",
     [("llama", "grouped"), ("gpt_neox", "parallel, partial"), ("gpt2", "tied")],
@@ -119,11 +137,7 @@ def test_a_quantized_checkpoint_is_loaded_and_converted(
     Those of GPT-2 are transposed.
     """
     config_class, variations = ROWS[family]
-    values = (
-        dict(n_inner=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-        if family == "gpt2"
-        else {}
-    )
+    values = NO_DROPOUT if family == "gpt2" else {}
     _, folder = make_model(
         getattr(transformers, config_class), **{**variations[name], **WIDE, **values}
     )
