@@ -175,7 +175,11 @@ def test_killing_the_leader_during_startup_leaves_no_process(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "victim", [pytest.param("leader", marks=pytest.mark.slow), "follower"]
+    "victim",
+    [
+        pytest.param("leader", marks=pytest.mark.weekly),
+        pytest.param("follower", marks=pytest.mark.slow),
+    ],
 )
 def test_killing_one_process_ends_the_others(folder, tmp_path, victim):
     flags = [

@@ -662,6 +662,7 @@ def test_nan_logits_fail_only_their_own_request(checkpoints, tmp_path):
         server.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_a_request_for_many_choices_does_not_block_others(folder):
     with Server(folder, "--batch_size", "2", "--max_seq_length", str(CONTEXT)) as server:
         client, finished = server.client(), []
@@ -701,6 +702,7 @@ def test_negative_seeds_are_supported(client):
     assert len(set(texts[-1])) == 3
 
 
+@pytest.mark.slow
 def test_shutdown_does_not_wait_for_stalled_clients(folder):
     """One client has sent half a request; the other does not read its response."""
     with Server(folder, "--max_seq_length", str(CONTEXT)) as server:

@@ -386,7 +386,10 @@ def test_a_killed_run_ends_the_same(flags, tmp_path):
     assert rows[0] == rows[1]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("ddp", marks=pytest.mark.weekly), "fsdp"]
+)
 def test_two_processes_learn_as_one(flags, tmp_path, strategy):
     """With FSDP the head is trained, too, and the second process has no targets in some steps."""
     train = replace(flags.train, max_steps=3, micro_batch_size=1)

@@ -114,7 +114,7 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
 @pytest.mark.parametrize(
     "name, counts",
     [
-        ("alpaca_2k.json", "2,000 records (alpaca)"),
+        pytest.param("alpaca_2k.json", "2,000 records (alpaca)", marks=pytest.mark.weekly),
         pytest.param("gsm8k_500.jsonl", "500 records (question)", marks=pytest.mark.slow),
         pytest.param(
             "messages_500.jsonl", "500 records (messages)", marks=pytest.mark.slow

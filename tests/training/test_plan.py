@@ -198,7 +198,7 @@ SLOW = (
     "preferences, an adapted head",
 )
 RECOMPUTED = (
-    ("full, fp32 masters", "full"),
+    pytest.param("full, fp32 masters", "full", marks=pytest.mark.slow),
     ("dropout, a parallel block", "selective"),
     ("LoRA on a Llama 3", "elementwise"),
     ("LoRA on a Llama 3", "tiled"),

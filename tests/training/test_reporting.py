@@ -108,7 +108,10 @@ def test_wandb_continues_the_same_run(args, monkeypatch):
 
 @pytest.mark.parametrize(
     "project, expected",
-    [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")],
+    [
+        pytest.param(None, "theirs", marks=pytest.mark.weekly),
+        pytest.param("mine", "mine", marks=pytest.mark.slow),
+    ],
 )
 def test_the_project_flag_precedes_the_environment(
     tmp_path, monkeypatch, project, expected

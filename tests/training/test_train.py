@@ -505,6 +505,7 @@ def test_resume_without_a_checkpoint_starts_at_step_0(uninterrupted, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
     """GPT-2 has a table of positions.
 
