@@ -131,6 +131,11 @@ def translate_config(
     elif any(name.startswith(ENDS_AT_0) for name in entries):
         # the schedules of other programs end at 0
         given.setdefault("train.min_lr_ratio", 0.0)
+    # the lowest rate, as a fraction of the highest, which may be the program's default
+    lowest = entries.get("lr_scheduler_kwargs.min_lr")
+    highest = given.get("train.learning_rate")
+    if lowest is not None and highest:
+        given["train.min_lr_ratio"] = float(lowest) / float(highest)
     if program is not None or "optim" in entries:
         _settle_optimizer(given, notes)
     _settle_lora(given, entries, flag_types, notes)
@@ -213,11 +218,6 @@ def _read_together(
     # transformers 5 takes a number below 1 for a share of the run
     if isinstance(warmup, float) and 0 < warmup < 1:
         given["train.warmup_fraction"] = given.pop("train.warmup_steps")
-    # the lowest rate, as a fraction of the highest
-    lowest = entries.get("lr_scheduler_kwargs.min_lr")
-    highest = given.get("train.learning_rate")
-    if lowest is not None and highest:
-        given["train.min_lr_ratio"] = float(lowest) / float(highest)
     for name in HELD_OUT:
         if entries.get(name) and "data.val_fraction" not in given:
             notes.append(

@@ -1249,6 +1249,13 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             | {"train.min_lr_ratio": pytest.approx(0.05)},
             "",
         ),
+        # the highest rate is TRL's default
+        (
+            "model_name_or_path: m\nuse_peft: true\nlr_scheduler_type: cosine_with_min_lr\n"
+            "lr_scheduler_kwargs: {min_lr: 1.0e-5}",
+            {"train.learning_rate": 2e-5, "train.min_lr_ratio": pytest.approx(0.5)},
+            "",
+        ),
         (
             "model_name_or_path: m\nbeta: 0.3",
             {"objective": "dpo", "preference.beta": 0.3},
