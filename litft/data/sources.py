@@ -228,8 +228,9 @@ def _sources_of_paths(
         if "train" not in splits:
             pattern = Path(path) / "*.jsonl"
             raise ValueError(
-                f"{path} contains no train.json, train.jsonl, ... and no numbered files of one "
-                f"format; name the file, or a pattern such as '{pattern}', with --data.path"
+                f"{path} contains no train.json, train.jsonl, ... and no several files of one "
+                "format, apart from those with a name of test or validation; name the file, or a "
+                f"pattern such as '{pattern}', with --data.path"
             )
         reading = _reading(item)
         # --data.limit is about training examples; validation files are used whole
@@ -239,12 +240,18 @@ def _sources_of_paths(
         if "val" in splits and weight:
             val.append(splits["val"]._replace(reading=reading))
     # a path may name the validation split as training examples
-    is_trained_on = {source._replace(limit=None) for source in train}
+    is_trained_on = {_with_defaults(source) for source in train}
     named = []
-    for source in val:
-        if source not in is_trained_on:
+    # two splits of a data set on the hub bring the same validation split
+    for source in dict.fromkeys(val):
+        if _with_defaults(source) not in is_trained_on:
             named.append(("", source))
     return train, named
+
+
+def _with_defaults(source: File | HubSplit) -> File | HubSplit:
+    """Return a source as it would be without settings of its own."""
+    return source._replace(limit=None, reading=ReadOptions())
 
 
 def _with_names(
@@ -319,11 +326,16 @@ def _splits(
         named = _named_files(path, files)
         if not named:
             return _shards(path, files)
-        # The other split may be in parts: val.jsonl beside train-00001.jsonl. Those of a split
-        # that is there as one file are refused; other names, as notes.jsonl, are not read.
-        whole = {Path(file.name) for file in named.values()}
-        others = [file for file in files if file not in whole]
-        return _one_of_each(path, named, _parts_of_splits(path, others))
+        # The other split may be in numbered parts: val.jsonl beside train-00001.jsonl. Those of a
+        # split that is there as one file are refused; other names, as notes.jsonl, are not read.
+        numbered = []
+        for file in files:
+            begins = any(
+                file.name.lower().startswith(name) for name in chain(*SPLITS.values())
+            )
+            if begins and re.search(r"\d", file.stem):
+                numbered.append(file)
+        return _one_of_each(path, named, _parts_of_splits(path, numbered))
 
     # a path that cannot be a data set on the hub is a file; if it is missing, reading it says so
     if not hub_dataset(path):
@@ -428,26 +440,29 @@ def _shards(path: str, files: list[Path]) -> dict[str, File]:
 
 def _check_complete(folder: str, files: list[Path]) -> None:
     """Raise ValueError if numbered files of a folder are missing, or a file is there twice, once
-    compressed."""
+    compressed or of another download."""
+    remedy = "remove one of them, or name a pattern with --data.path"
     stems: dict[str, Path] = {}
-    numbers: dict[tuple[str, int], set[int]] = {}
+    numbers: dict[tuple[str, int], dict[int, str]] = {}
     for file in files:
         stem = file.name.removesuffix(split_suffixes(file)[1])
         if stem in stems:
             raise ValueError(
-                f"{folder} contains {stems[stem].name} and {file.name}; remove one of them, or "
-                "name a pattern with --data.path"
+                f"{folder} contains {stems[stem].name} and {file.name}; {remedy}"
             )
         stems[stem] = file
         match = NUMBERED.search(file.name)
         if match:
-            group = (file.name[: match.start()], int(match[2]))
-            numbers.setdefault(group, set()).add(int(match[1]))
+            of_group = numbers.setdefault((file.name[: match.start()], int(match[2])), {})
+            # of two downloads
+            other = of_group.setdefault(int(match[1]), file.name)
+            if other != file.name:
+                raise ValueError(f"{folder} contains {other} and {file.name}; {remedy}")
 
     # they are numbered from 0, or from 1
     for (beginning, count), found in numbers.items():
         first = 0 if 0 in found else 1
-        missing = sorted(set(range(first, first + count)) - found)
+        missing = sorted(set(range(first, first + count)) - found.keys())
         if missing:
             pattern = Path(folder) / f"{beginning}*"
             raise ValueError(
@@ -482,17 +497,19 @@ def _readable(files: list[Path]) -> list[Path]:
 
 def _split_of(file: Path) -> str:
     """Return the split that a file's name has as a word: train, val, one of OTHER_SPLITS; or none,
-    "". The first word has priority; of several splits within a name, none counts."""
-    found = []
-    for word in WORD.findall(file.name.removesuffix("".join(file.suffixes[-1:]))):
+    "". Raise ValueError for a name with several."""
+    found = {}
+    for word in WORD.findall(file.name.removesuffix(file.suffix)):
         split = _split_named(word.lower())
-        if split and file.name.startswith(word):
-            return split
         if split:
-            found.append(split)
-    if len(set(found)) == 1:
-        return found[0]
-    return ""
+            found[split] = word
+    if len(found) > 1:
+        words = " and ".join(found.values())
+        raise ValueError(
+            f"{file}: its name has {words}, so its split is unclear; rename it, or name a file or "
+            "a pattern with --data.path"
+        )
+    return "".join(found)
 
 
 def _split_named(word: str) -> str:

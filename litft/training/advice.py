@@ -75,9 +75,12 @@ def _rank_line(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     learned = int(schedule.data.train.supervised.sum()) * BITS_PER_TOKEN
     rank = setup.args.lora.r
     parameters = sum(math.prod(shape) for shape in setup.shapes().values())
-    enough = next(
-        (r for r in RANKS if parameters * r / rank * BITS_PER_PARAMETER >= learned), None
-    )
+    enough = None
+    # the run's own rank may be less than the usual ones
+    for candidate in sorted({*RANKS, rank}):
+        if parameters * candidate / rank * BITS_PER_PARAMETER >= learned:
+            enough = candidate
+            break
     if enough is None:
         usual = f"more than {RANKS[-1]}, or full fine-tuning,"
     else:

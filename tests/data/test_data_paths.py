@@ -13,7 +13,7 @@ from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.args.data_path import DataPath
 from litft.args.parser import parse
 from litft.data.dataset import load_data
-from litft.data.sources import HubSplit, find_sources, notes_on_validation
+from litft.data.sources import HubSplit, _load_dataset, find_sources, notes_on_validation
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
@@ -293,9 +293,11 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
         ("en-train.jsonl en-validation.jsonl", "en-train.jsonl", "en-validation.jsonl"),
         ("squadTrain-1.csv squadDev-1.csv", "squadTrain-1.csv", "squadDev-1.csv"),
         ("latest_1.jsonl contest_2.jsonl", "contest_2.jsonl latest_1.jsonl", None),
-        ("train_on_tests.jsonl train_2.jsonl", "train_2.jsonl train_on_tests.jsonl", None),
+        ("train_on_tasks.jsonl train_2.jsonl", "train_2.jsonl train_on_tasks.jsonl", None),
         ("train-00000-of-00001.jsonl", "train-00000-of-00001.jsonl", None),
-        ("train.jsonl my_val.jsonl notes.jsonl", "train.jsonl", "my_val.jsonl"),
+        # beside train.*, other names are not read
+        ("train.jsonl my_val.jsonl val_notes.txt dev2.jsonl", "train.jsonl", "dev2.jsonl"),
+        ("train.jsonl requirements-dev.txt my-val-2.csv", "train.jsonl", None),
         (
             "part-1-of-2.jsonl part-2-of-2.jsonl",
             "part-1-of-2.jsonl part-2-of-2.jsonl",
@@ -328,6 +330,13 @@ def test_the_split_is_a_word_of_a_files_name(tmp_path, files, training, validati
         (("a-3-of-3.jsonl", "b.jsonl"), "number 1 is missing"),
         (("a.jsonl", "a.jsonl.gz"), "a.jsonl and a.jsonl.gz; remove one"),
         (("train_a.jsonl", "b.jsonl"), "b.jsonl belong to no split"),
+        (
+            ("training_data.jsonl", "training_data_val.jsonl"),
+            "its name has training and val",
+        ),
+        (("a-train.test.jsonl", "b.jsonl"), "its name has train and test"),
+        (("a-1-of-1-x.jsonl", "a-1-of-1-y.jsonl"), "a-1-of-1-x.jsonl and a-1-of-1-y.jsonl"),
+        (("lab_test_1.jsonl", "lab_test_2.jsonl"), "apart from those with a name of test"),
     ],
 )
 def test_incomplete_folders_are_refused(tmp_path, files, words):
@@ -339,6 +348,22 @@ def test_incomplete_folders_are_refused(tmp_path, files, words):
     # a pattern reads what is there
     found, _ = find_sources(DataArgs(path=[str(tmp_path / "*")]))
     assert len(found[0].parts) == 2
+
+
+def test_the_validation_split_of_a_hub_dataset_is_read_once(tmp_path, monkeypatch):
+    """Two splits bring the same one, and a path may learn it, also with settings of its own."""
+    from datasets import Dataset, DatasetDict
+
+    split = Dataset.from_list(PLAIN[:2])
+    found = DatasetDict(train=split, extra=split, validation=split)
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: found)
+    _load_dataset.cache_clear()
+    _, val = find_sources(DataArgs(path=["o/a:train", "o/a:extra"]))
+    assert [source.split for _, source in val] == ["validation"]
+    learned = {"path": "o/a", "split": "validation", "format": "prompt"}
+    _, val = find_sources(DataArgs(path=["o/a:train", json.dumps(learned)]))
+    assert not val
+    _load_dataset.cache_clear()
 
 
 def test_a_folder_with_files_for_validation_is_named(tmp_path):

@@ -63,7 +63,7 @@ def test_the_rank_has_room_for_what_is_learned(prepared):
     run = prepared(lora=LoRAArgs(r=1, alpha=2))
     (line,) = [line for line in advice_lines(run.setup, run.schedule) if "rank" in line]
     learned = int(run.schedule.data.train.supervised.sum())
-    assert f"rank: 8 is enough for {learned:,} learned tokens" in line
+    assert f"rank: 1 is enough for {learned:,} learned tokens" in line
     assert "it is 1, with" in line
 
 
