@@ -6,7 +6,7 @@ in the layout of PEFT's ParamWrapper.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -302,7 +302,12 @@ def _extra_config(
         for mapping in mappings_to_hf(rules, parameters):
             for hf_name in mapping.targets:
                 hf_modules[hf_name.rpartition(".")[0]] = None
-        config["modules_to_save"] = list(hf_modules)
+        # PEFT saves modules whole, and cannot open one within another
+        outermost = []
+        for module in hf_modules:
+            if not _is_within(module.rpartition(".")[0], hf_modules):
+                outermost.append(module)
+        config["modules_to_save"] = outermost
         config["ensure_weight_tying"] = _trains_tied_embedding(adapter, model)
     if adapter.token_rows:
         config["trainable_token_indices"] = {}
@@ -310,6 +315,15 @@ def _extra_config(
             module = targets[name.partition(".")[0]].name.rpartition(".")[2]
             config["trainable_token_indices"][module] = adapter.tokens
     return config
+
+
+def _is_within(name: str, modules: Container[str]) -> bool:
+    """Return whether a name is that of a module, or of a part of one."""
+    while name:
+        if name in modules:
+            return True
+        name = name.rpartition(".")[0]
+    return False
 
 
 def _trains_tied_embedding(adapter: LoraAdapter, model: GPT) -> bool:
@@ -346,11 +360,11 @@ def _rest_of_saved_modules(
             others.append(name)
     rest = {}
     for mapping in mappings_to_hf(rules, others):
-        if not any(target.rpartition(".")[0] in saved for target in mapping.targets):
+        if not any(_is_within(target, saved) for target in mapping.targets):
             continue
         values = mapping.convert([read_base(name) for name in mapping.sources])
         for target, value in zip(mapping.targets, values, strict=True):
-            if target.rpartition(".")[0] in saved:
+            if _is_within(target, saved):
                 rest[target] = value
     return rest
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from litft.checkpoints.rules import Drop, Rule, Squeeze
 from litft.families import deepseek, ernie4_5, llama
-from litft.families.deepseek import peft_rules
 from litft.families.family import Family
 from litft.model.config import Config
 
@@ -49,16 +48,23 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names; the correction bias is stored as a matrix with one
-    row."""
-    bias = Squeeze(
-        "model.layers.{}.mlp.moe_statics.e_score_correction_bias",
-        "blocks.{}.mlp.correction_bias",
-        (0,),
-    )
+    """Return the rules for Llama's names."""
+    bias = _bias("model.layers.{}.mlp.moe_statics.")
     # layers for multi-token prediction
     drop = Drop("model.mtp_{*}")
     return [drop, *deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names: in transformers' class, the bias is a part of the
+    router."""
+    return [_bias("model.layers.{}.mlp.gate.moe_statics."), *deepseek.peft_rules(config)]
+
+
+def _bias(module: str) -> Squeeze:
+    """Return the rule for the correction bias, which is stored as a matrix with one row."""
+    stored = f"{module}e_score_correction_bias"
+    return Squeeze(stored, "blocks.{}.mlp.correction_bias", (0,))
 
 
 FAMILY = Family(

@@ -117,15 +117,17 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names, which are transformers' names in memory."""
+    """Return the rules for PEFT's names, which are transformers' names in memory: there, the bias
+    is a part of the router."""
     if config.model_type == "sarvam_moe":
         names = {**llama.ATTENTION, **QK_NORMS}
         return [
+            deepseek.BIAS,
             *deepseek.peft_rules(config),
             Rename("model.embed_tokens.weight", "embed.weight"),
             *llama.rename_modules(names),
         ]
-    return deepseek.peft_rules(config)
+    return [deepseek.BIAS, *deepseek.peft_rules(config)]
 
 
 def _sarvam_rules(config: Config) -> list[Rule]:

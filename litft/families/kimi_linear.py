@@ -122,6 +122,7 @@ def peft_rules(config: Config) -> list[Rule]:
     for name, hf_name in FORGET_GATE.items():
         forget[f"mixer.{name}"] = f"self_attn.forget_gate.{hf_name}"
     return [
+        deepseek.BIAS,
         *deepseek.peft_rules(config),
         *llama.rename_modules(forget, linear),
         *llama.rename_modules(llama.MLP | deepseek.SHARED),

@@ -51,8 +51,11 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names of experts and router."""
-    return mixtral.peft_rules(config)
+    """Return the rules for PEFT's names of experts, router and bias."""
+    bias = Rename(
+        "model.layers.{}.mlp.e_score_correction_bias", "blocks.{}.mlp.correction_bias"
+    )
+    return [bias, *mixtral.peft_rules(config)]
 
 
 FAMILY = Family(

@@ -127,6 +127,20 @@ WHOLE_PARTS = {
         dict(targets=["q_proj", "q_a_proj"], modules_to_save=["router"]),
     ),
 }
+# routers whose correction has another place in the files, and modules with others in them
+ROUTERS = (
+    "ernie4_5_moe exaone_moe minimax_m2 sarvam_moe kimi_linear gemma4_text afmoe nemotron_h"
+)
+BLOCKS = "gpt_oss granite_swa lfm2_moe gemma3n_text falcon_h1"
+for families, modules in ((ROUTERS, "*.router"), (BLOCKS, "blocks.1.*")):
+    for family in families.split():
+        # the last variation of Gemma 4 and others has experts
+        variation = list(ROWS[family][1])[-1]
+        WHOLE_PARTS[f"{modules} of {family}"] = (
+            family,
+            variation,
+            dict(targets=["q_proj", "down_proj"], modules_to_save=[modules]),
+        )
 
 
 @pytest.mark.parametrize("case", WHOLE_PARTS)
@@ -148,7 +162,9 @@ def test_trained_parts_of_mixtures_open_in_peft(make_model, tmp_path, case):
     base = load_hf(folder)
     assert relative(base(TOKENS).logits, expected) > 1e-3
     opened = PeftModel.from_pretrained(base, tmp_path).eval()
-    assert relative(opened(TOKENS).logits, expected) <= 1e-5
+    # delta rules are computed in another order
+    tolerance = 2e-5 if family == "kimi_linear" else 1e-5
+    assert relative(opened(TOKENS).logits, expected) <= tolerance
 
     # and as it was trained, here
     read, _ = LoRA.read(tmp_path, resolve(tmp_path, folder))
