@@ -142,7 +142,8 @@ def _without_repeated_thought(message: Message) -> str:
     if thought is None:
         return content
     for name in REASONING_FIELDS:
-        if message.get(name, "").strip() == thought.reasoning.strip():
+        # a message without the field does not have an empty thought twice
+        if name in message and message[name].strip() == thought.reasoning.strip():
             return thought.answer
     return content
 

@@ -1,0 +1,82 @@
+"""One conversation has the same samples in every format that can say it: what is learned does not
+depend on the field that a text is in."""
+
+import random
+from typing import Any
+
+import pytest
+from same_prompts import templates, tokenizer_with
+
+from litft.data.encoder import Encoder
+
+# every seventh of the published templates, which have places for reasoning or none
+TEMPLATES = dict(list(templates())[::7])
+# pieces of texts, some of which look like marks
+PIECES = (
+    *(
+        "Hello",
+        "12",
+        " é",
+        "日本語",
+        "x = 3\n\ty",
+        "trail ",
+        "\n\n",
+        "\r\n",
+        "{}",
+        "[1]",
+        "null",
+    ),
+    *("<|im_end|>", "</s>", "[INST]", "### Assistant:", "<tool_call>"),
+    *("<think>", "</think>", "<think>\n\n</think>\n\n", "<think>a b\n</think>\n\n"),
+)
+MODES = ("learn", "learn_empty", "mask", "drop")
+
+
+def text(random_: random.Random) -> str:
+    """Return a text of a few pieces, which is not blank."""
+    pieces = random_.choices(PIECES, k=random_.randint(1, 3))
+    found = random_.choice(("", " ")).join(pieces)
+    return found if found.strip() else "word"
+
+
+def spellings(question: str, answer: str, system: str | None) -> dict[str, dict[str, Any]]:
+    """Return the records of all formats that say the same."""
+    beside = {} if system is None else {"system": system}
+    first = [] if system is None else [{"role": "system", "content": system}]
+    user = {"role": "user", "content": question}
+    reply = {"role": "assistant", "content": answer}
+    turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+    parts = []
+    for message in (user, reply):
+        part = {"type": "text", "text": message["content"]}
+        parts.append({"role": message["role"], "content": [part]})
+    return {
+        "messages": {"messages": [*first, user, reply]},
+        "messages and system": {"messages": [user, reply], **beside},
+        "parts": {"messages": [*first, *parts]},
+        "sharegpt": {"conversations": turns, **beside},
+        "alpaca": {"instruction": question, "output": answer, **beside},
+        "dolly": {"instruction": question, "response": answer, "context": "", **beside},
+        "prompt": {"prompt": question, "completion": answer, **beside},
+        "lists of messages": {"prompt": [*first, user], "completion": [reply]},
+        "question": {"question": question, "answer": answer, **beside},
+    }
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_formats_that_say_the_same_have_the_same_samples(name, tmp_path, cases):
+    tokenizer = tokenizer_with(TEMPLATES[name], tmp_path)
+    random_ = random.Random(len(name))
+    for _ in range(cases(10)):
+        system = text(random_) if random_.random() < 0.4 else None
+        records = spellings(text(random_), text(random_), system)
+        encoder = Encoder(tokenizer, 1000, reasoning=random_.choice(MODES))
+        expected = None
+        for format_name, record in records.items():
+            encoded = encoder("here", record)
+            samples = None
+            if encoded.error is None:
+                samples = [sample.tolist() for sample in encoded.samples]
+            if format_name == "messages":
+                expected = samples
+            assert samples == expected, (format_name, record, encoder.reasoning)
