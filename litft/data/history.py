@@ -20,10 +20,12 @@ from litft.data.reasoning import (
     INLINE,
     PARTS,
     REASONING_FIELDS,
+    REPEATED_OPENING,
     ReasonedAnswer,
     prints_parts,
 )
 from litft.data.tokenizer import Tokenizer
+from litft.data.turn_rendering import writes_think_tags
 
 # texts that no template contains
 _REASONING = "\ue000reasoning\ue000"
@@ -113,7 +115,12 @@ def _readable_answer(
     form = AnswerForm.of(answer)
     spelling = _spelling(tokenizer, template, has_tools, form)
     # the white space around reasoning belongs to its spelling
-    if spelling is None or spelling == answer.spelling:
+    if spelling is None:
+        return message
+    is_unopened = spelling == answer.spelling == INLINE and not answer.opening
+    if is_unopened and _takes_opening(tokenizer, template, has_tools, form):
+        return answer.spelled(INLINE).write()
+    if spelling == answer.spelling:
         return message
     return answer.spelled(spelling).write()
 
@@ -181,6 +188,24 @@ def _spelling(
     if form.spelling == INLINE and "".join(inline.split()) == "".join(text.split()):
         return INLINE
     return read
+
+
+@lru_cache(maxsize=64)
+def _takes_opening(
+    tokenizer: Tokenizer, template: str, has_tools: bool, form: AnswerForm
+) -> bool:
+    """Return whether inline reasoning without <think>, which the model's prompt may have had, is
+    learned with it: the template's prompts have the mark, and it writes none before answers.
+
+    template: of `tokenizer`, a part of the key.
+    """
+    if not writes_think_tags(
+        tokenizer.apply_chat_template, [EXAMPLE_TOOL] if has_tools else None
+    ):
+        return False
+    opened = replace(form, spelling=INLINE, is_opened=True)
+    text = _text_with_reasoning(tokenizer, has_tools, opened)
+    return text is not None and REPEATED_OPENING.search(text) is None
 
 
 @lru_cache(maxsize=64)

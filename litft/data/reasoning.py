@@ -51,6 +51,8 @@ ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
 # some prompts close a thought that they have not opened
 ENDS_IN_CLOSED_THOUGHT = re.compile(rf"(?:{_OPEN}\s*)?{_CLOSE}\s*\Z")
 OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
+# of a template that writes the mark before content that has it, too
+REPEATED_OPENING = re.compile(r"<think>\s*<think>")
 CLOSES_THOUGHT = re.compile(_CLOSE)
 _INLINE_OPENING = re.compile(r"\s*<think>\s*")
 _INLINE_CLOSING_LINE = re.compile(r"^[ \t]*</think>[ \t]*$", re.MULTILINE)
@@ -182,7 +184,12 @@ class ReasonedAnswer:
         if not self.reasoning.strip():
             return self
         # the white space around reasoning belongs to the spelling, not to the text
-        return replace(self, spelling=spelling, reasoning=self.reasoning.strip())
+        spelled = replace(self, spelling=spelling, reasoning=self.reasoning.strip())
+        # the record may leave out the mark that the prompt ends with, but templates write it before
+        # an answer only if the content has it
+        if spelling == INLINE and not self.opening:
+            return replace(spelled, opening=ReasonedAnswer.opening)
+        return spelled
 
     def bare(self) -> "ReasonedAnswer":
         """Return the answer without its reasoning, whatever its text is."""

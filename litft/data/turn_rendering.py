@@ -8,7 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from litft.data.chat_template import Message, Render
-from litft.data.reasoning import INLINE, PARTS, ReasonedAnswer, prints_parts
+from litft.data.reasoning import (
+    INLINE,
+    PARTS,
+    THINKING_OFF,
+    THINKING_ON,
+    ReasonedAnswer,
+    prints_parts,
+)
 
 # stand for the reasoning, the content and the last argument of a message in a second rendering,
 # which shows where they are
@@ -116,6 +123,19 @@ class TurnRendering:
     def followed(self) -> "TurnRendering":
         """Return the rendering in which another message follows."""
         return replace(self, following=[self.next_message])
+
+
+def writes_think_tags(render: Render, tools: list | None) -> bool:
+    """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in
+    any mode."""
+    rendering = TurnRendering(
+        render,
+        [{"role": "user", "content": "a"}],
+        {"role": "assistant", "content": "b"},
+        tools,
+    )
+    prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
+    return any(prompt is not None and "<think>" in prompt for prompt in prompts)
 
 
 def _read_parts(message: Message) -> ReasonedAnswer:

@@ -26,7 +26,12 @@ from litft.data.reasoning import (
     has_reasoning,
 )
 from litft.data.turn_ends import NO_ENDS, EndTokens, turn_end
-from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_complete
+from litft.data.turn_rendering import (
+    OTHER_TEMPLATE,
+    TurnRendering,
+    check_complete,
+    writes_think_tags,
+)
 from litft.data.turn_starts import begun_turn, prompt_with_empty_thought
 from litft.data.variants import variants
 
@@ -97,7 +102,7 @@ def assistant_turns(
     inline = any(
         ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages)
     )
-    spells_inline = reasons and _writes_think_tags(render, tools)
+    spells_inline = reasons and writes_think_tags(render, tools)
     context = TurnContext(render, history or [], tools, ends)
     first_error = None
     # some templates write reasoning only where thinking is switched on
@@ -192,19 +197,6 @@ def _closes_unopened(turn: Turn) -> bool:
 
 def _answers(messages: list[Message]) -> Iterator[Message]:
     return (message for message in messages if message["role"] == "assistant")
-
-
-def _writes_think_tags(render: Render, tools: list | None) -> bool:
-    """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in
-    any mode."""
-    rendering = TurnRendering(
-        render,
-        [{"role": "user", "content": "a"}],
-        {"role": "assistant", "content": "b"},
-        tools,
-    )
-    prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
-    return any(prompt is not None and "<think>" in prompt for prompt in prompts)
 
 
 def _texts(

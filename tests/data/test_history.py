@@ -59,6 +59,26 @@ def test_inline_reasoning_is_read_as_in_training():
         assert f"[assistant]{content}[user]" in rendered(source, chat)
 
 
+@pytest.mark.parametrize(
+    ("written_before_answers", "expected"),
+    [
+        # the mark is a part of the content, or the template writes it
+        ("", "[assistant]<think>\nThe town matters.\n</think>\n\nWarm.[user]"),
+        ("<think>", "[assistant]<think>The town matters.\n</think>\n\nWarm.[user]"),
+    ],
+)
+def test_inline_reasoning_has_one_opening_mark(written_before_answers, expected):
+    """The prompt has the mark, and the answers that were sampled after it do not."""
+    source = (
+        "{%- for m in messages %}[{{ m.role }}]{% if m.role == 'assistant' %}"
+        f"{written_before_answers}{{% endif %}}{{{{ m.content }}}}{{%- endfor %}}"
+        "{%- if add_generation_prompt %}[assistant]<think>\n{% endif %}"
+    )
+    content = "The town matters.\n</think>\n\nWarm."
+    chat = [CHAT[0], {"role": "assistant", "content": content}, CHAT[2]]
+    assert expected in rendered(source, chat)
+
+
 def test_a_system_prompt_that_the_template_leaves_out_is_refused():
     chat = [{"role": "system", "content": "Answer in French."}, CHAT[0]]
     without = (

@@ -4,10 +4,14 @@ depend on the field that a text is in."""
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from same_prompts import templates, tokenizer_with
 
 from litft.data.encoder import Encoder
+from litft.data.sample import ID_MASK, SUPERVISED
+from litft.data.tokenizer import Tokenizer
+from litft.data.turn_rendering import writes_think_tags
 
 # every seventh of the published templates, which have places for reasoning or none
 TEMPLATES = dict(list(templates())[::7])
@@ -80,3 +84,48 @@ def test_formats_that_say_the_same_have_the_same_samples(name, tmp_path, cases):
             if format_name == "messages":
                 expected = samples
             assert samples == expected, (format_name, record, encoder.reasoning)
+
+
+def think_templates() -> dict[str, str]:
+    """Return the published templates that mention <think>."""
+    found = {}
+    for name, template in templates():
+        # its prompts open a thought that no answer closes
+        if "<think>" in template and name != "a thought that is never closed":
+            found[name] = template
+    return found
+
+
+THINK_TEMPLATES = think_templates()
+
+
+@pytest.mark.parametrize("name", THINK_TEMPLATES)
+def test_thoughts_are_learned_after_the_mark_that_opens_them(name, tmp_path):
+    """Data sampled from a model whose prompt ends with <think> has the closing mark alone."""
+    tokenizer = tokenizer_with(THINK_TEMPLATES[name], tmp_path)
+    if not writes_think_tags(tokenizer.apply_chat_template, None):
+        pytest.skip("its prompts have no <think>, and the mark is text")
+
+    texts = []
+    for opening in ("", "<think>\n"):
+        conversation = []
+        for question, thought, reply in (
+            ("2 + 2?", "Two.", "4"),
+            ("3 + 3?", "Three.", "6"),
+        ):
+            content = f"{opening}{thought}\n</think>\n\n{reply}"
+            conversation.append({"role": "user", "content": question})
+            conversation.append({"role": "assistant", "content": content})
+        encoded = Encoder(tokenizer, 1000)("here", {"messages": conversation})
+        texts.append([marked_text(tokenizer, sample) for sample in encoded.samples])
+    # spaces beside marks may be the template's own
+    assert texts[0] and texts[0] == texts[1]
+
+
+def marked_text(tokenizer: Tokenizer, sample: np.ndarray) -> str:
+    """Return the text of a sample without white space, with the learned tokens in brackets."""
+    text = ""
+    for value in sample:
+        piece = tokenizer.decode([int(value & ID_MASK)], skip_special=False)
+        text += f"[{piece}]" if value & SUPERVISED else piece
+    return "".join(text.split()).replace("[]", "").replace("][", "")
