@@ -191,8 +191,11 @@ ALIASES: dict[str, Alias] = {
     "dataset_config_name": Alias("--data.subset {value}", "of a data set of the hub"),
     "dataset_config": Alias("--data.subset {value}", "of a data set of the hub"),
     **dict.fromkeys(
-        ("dataset_split", "train_split"),
+        ("dataset_split", "train_split", "dataset_train_split"),
         Alias("--data.split {value}", "of a data set of the hub"),
+    ),
+    "dataset_test_split": Alias(
+        "--data.val_path VALUE", "a split of a data set of the hub: owner/name:test"
     ),
     "show": Alias(
         "--dry_run", "it shows examples; scripts/prepare_data.py --show 5 shows more"
@@ -468,6 +471,10 @@ ALIASES: dict[str, Alias] = {
     "num_iterations": Alias("--grpo.updates {value}"),
     "mask_truncated_completions": Alias("--grpo.mask_truncated"),
     "reward_funcs": Alias("--reward VALUE", "names, or FILE.py:FUNCTION"),
+    **dict.fromkeys(
+        ("top_k", "min_p", "repetition_penalty"), Alias("", "GRPO samples without it")
+    ),
+    "reward_weights": Alias("--reward VALUE", "a weight is a part of it: NAME=0.3"),
     "scale_rewards": Alias(
         "",
         "--grpo.advantages says it",
@@ -475,7 +482,7 @@ ALIASES: dict[str, Alias] = {
         values={"group": ""},
     ),
     "precompute_ref_log_probs": Alias(
-        "--objective dpo", "the reference is always computed before the first step"
+        "", "the reference is always computed before the first step"
     ),
 }
 

@@ -5,7 +5,7 @@ It is printed after the error messages about the file's names, to replace the fi
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -61,6 +61,8 @@ ENDS_AT_0 = (
     "train.lr_warmup_steps",
     "optimizer.init_args",
 )
+# flags that several settings say together
+OF_SEVERAL_SETTINGS = ("quantize",)
 SWITCHES_OF_4_BIT = ("load_in_4bit", "quantization_bit", "use_qlora")
 # flags that apply to supervised data alone
 SUPERVISED_ONLY = ("data.mask_prompt", "data.format")
@@ -86,38 +88,8 @@ def translate_config(
     entries: the values by dotted name; texts: the same in the form of the command line. is_valid:
     whether a flag accepts a value.
     """
-    # the values by litft's flags
-    given: dict[str, Any] = {}
     notes: list[str] = []
-    # names of settings that this method does not have
-    of_lora: list[str] = []
-    for name, value in entries.items():
-        if name in flag_types:
-            if value is not None:
-                given[name] = value
-        elif name in DATA:
-            given[DATA[name]] = data_paths(value, notes)
-        elif name in READ_TOGETHER:
-            continue
-        elif translation := translate_flag(name, texts[name], texts):
-            # one setting may be several flags here
-            for flag, setting in FLAG.findall(translation[0]):
-                text = setting or "true"
-                if flag in OMITTED or text in PLACEHOLDERS:
-                    continue
-                if flag not in flag_types:
-                    of_lora.append(name)
-                elif is_valid(flag, text):
-                    given[flag] = _value(text)
-                else:
-                    notes.append(
-                        f"{name}: {texts[name]} is no value of --{flag}; set that flag instead"
-                    )
-    if of_lora:
-        notes.append(
-            f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this "
-            "command does not have"
-        )
+    given = _values(_settings(entries, texts, flag_types, is_valid, notes), notes)
     program = program_of(entries)
     set_objective(given, entries, program in (TRL, AXOLOTL), notes)
     _read_together(given, entries, notes)
@@ -155,6 +127,72 @@ def translate_config(
     _share_template(converted.get("data", {}))
     text = yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip()
     return text, list(dict.fromkeys(notes))
+
+
+class Setting(NamedTuple):
+    """A value of litft's flag, and the name that a file of another program has for it."""
+
+    flag: str
+    value: Any
+    name: str
+
+
+def _settings(
+    entries: Mapping[str, Any],
+    texts: Mapping[str, str],
+    flag_types: Mapping[str, Any],
+    is_valid: Callable[[str, Any], bool],
+    notes: list[str],
+) -> list[Setting]:
+    """Return the settings of a file, each read for itself."""
+    settings = []
+    # those that this method does not have
+    of_lora: list[str] = []
+    # LLaMA-Factory reads the loss in one stage
+    reads_pref_loss = entries.get("stage", "dpo") == "dpo"
+    for name, value in entries.items():
+        if name in flag_types:
+            if value is not None:
+                settings.append(Setting(name, value, name))
+        elif name in DATA:
+            settings.append(Setting(DATA[name], data_paths(value, notes), name))
+        elif name in READ_TOGETHER or (name == "pref_loss" and not reads_pref_loss):
+            continue
+        elif translation := translate_flag(name, texts[name], texts):
+            # one setting may be several flags here
+            for flag, setting in FLAG.findall(translation[0]):
+                text = setting or "true"
+                if flag in OMITTED or text in PLACEHOLDERS:
+                    continue
+                if flag not in flag_types:
+                    of_lora.append(name)
+                elif is_valid(flag, text):
+                    settings.append(Setting(flag, _value(text), name))
+                else:
+                    notes.append(
+                        f"{name}: {texts[name]} is no value of --{flag}; set that flag instead"
+                    )
+    if of_lora:
+        notes.append(
+            f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this "
+            "command does not have"
+        )
+    return settings
+
+
+def _values(settings: list[Setting], notes: list[str]) -> dict[str, Any]:
+    """Return the values by flag: the last one, if several settings say one flag."""
+    last: dict[str, Setting] = {}
+    for setting in settings:
+        earlier = last.get(setting.flag, setting)
+        is_other = earlier.value != setting.value
+        if is_other and setting.flag not in OF_SEVERAL_SETTINGS:
+            notes.append(
+                f"{earlier.name}, {setting.name}: both are --{setting.flag} here, with different "
+                f"values; {setting.name}, the later one, is used"
+            )
+        last[setting.flag] = setting
+    return {flag: setting.value for flag, setting in last.items()}
 
 
 def _read_together(
@@ -198,7 +236,10 @@ def _read_together(
             given.pop(flag, None)
     for flag in list(given):
         group, _, name = flag.rpartition(".")
-        if group == "preference" and objective not in USED_BY[name]:
+        is_unused = group in ("grpo", "distill") and group != objective
+        if group == "preference":
+            is_unused = objective not in USED_BY[name]
+        if is_unused:
             notes.append(f"--{flag} {given.pop(flag)} is of no use with {objective}")
 
     # a number below 1 is how transformers says: no limit
@@ -323,7 +364,10 @@ def _settle_differences(
                 f"the number of epochs, {epochs}: max_steps takes its place there; here the run "
                 "would end at whichever comes first"
             )
-    if program is AXOLOTL and "excess_length_strategy" not in entries:
+    is_grpo = given.get("objective") == "grpo"
+    if program is AXOLOTL and is_grpo and given.pop("data.max_seq_length", None):
+        notes.append("sequence_len: axolotl's GRPO does not read it")
+    elif program is AXOLOTL and "excess_length_strategy" not in entries and not is_grpo:
         notes.append(
             "sequence_len: axolotl leaves longer examples out; here they are cut, and the report "
             "says how many"

@@ -17,8 +17,10 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
         "reward_clip_range".split()
     ),
     "kto": frozenset({"desirable_weight", "undesirable_weight"}),
-    "dpo": frozenset({"rpo_alpha", "precompute_ref_log_probs"}),
+    "dpo": frozenset({"rpo_alpha"}),
 }
+# settings of several trainers, of which DPO is the usual one
+SHARED_WITH_DPO = ("beta", "precompute_ref_log_probs")
 # of GRPO: TRL's name of a setting, and ours
 OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
 # flags that count updates in TRL, and steps, of --grpo.updates each, here
@@ -32,7 +34,7 @@ COUNTED_IN_STEPS = (
 # settings of TRL's RLOO alone
 OF_RLOO = frozenset({"normalize_advantages", "reward_clip_range"})
 # TRL's defaults of GRPO that differ from ours
-GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo"}
+GRPO_DEFAULTS: dict[str, Any] = {"grpo.loss": "dapo", "grpo.max_new_tokens": 512}
 
 
 def set_objective(
@@ -44,18 +46,22 @@ def set_objective(
     TRL's.
     """
     # LLaMA-Factory names the stage, and TRL's files have settings of one trainer
-    if "objective" not in given and entries.get("stage") in DATA_KINDS:
-        given["objective"] = entries["stage"]
+    stage = entries.get("stage")
+    if "objective" not in given and stage in DATA_KINDS:
+        given["objective"] = stage
     # some have been given the group of our flag
     names = {name.rpartition(".")[2] for name in entries}
     for objective, settings in SETTINGS_OF.items():
-        if "objective" not in given and not settings.isdisjoint(names):
+        # TRL's files may name the loss of supervised data, which its GKD has, too
+        is_open = given.get("objective", "sft") == "sft"
+        if is_open and not settings.isdisjoint(names):
             given["objective"] = objective
-    if "objective" not in given and "preference.beta" in given:
+    shared = [name for name in SHARED_WITH_DPO if name in names]
+    if "objective" not in given and (shared or "preference.beta" in given):
         given["objective"] = "dpo"
         notes.append(
-            "beta: read as that of DPO; ORPO, KTO and GRPO have one, too: for these set "
-            "--objective orpo, kto or grpo"
+            f"{shared[0] if shared else 'beta'}: read as that of DPO; other objectives have it, "
+            "too: for these set --objective orpo, kto or grpo"
         )
 
     objective = given.get("objective")

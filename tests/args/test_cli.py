@@ -1259,7 +1259,7 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
         (
             "model_name_or_path: m\nbeta: 0.3",
             {"objective": "dpo", "preference.beta": 0.3},
-            "beta: read as that of DPO; ORPO, KTO and GRPO have one, too",
+            "beta: read as that of DPO; other objectives have it, too",
         ),
         (
             "model_name_or_path: m\nbeta: 0.3\ndesirable_weight: 1.5",
@@ -1475,6 +1475,27 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             "finetuning_type: freeze\nstage: pt\npissa_init: true",
             {"lora.init": "pissa", "objective": None},
             "stage: pt has no counterpart",
+        ),
+        # LLaMA-Factory reads the loss of pairs in its stage dpo
+        (
+            "model_name_or_path: m\nstage: kto\npref_loss: sigmoid",
+            {"objective": "kto"},
+            "--pref_loss does not exist",
+        ),
+        (
+            "model_name_or_path: m\nlora_rank: 4\nr: 8",
+            {"lora.r": 8},
+            ": both are --lora.r here, with different values; ",
+        ),
+        (
+            "model_name_or_path: m\nloss_type: ipo\nmax_completion_length: 9",
+            {"objective": "ipo", "grpo.max_new_tokens": None},
+            "--grpo.max_new_tokens 9 is of no use with ipo",
+        ),
+        (
+            "base_model: m\nrl: grpo\nsequence_len: 2048",
+            {"objective": "grpo", "data.max_seq_length": None},
+            "sequence_len: axolotl's GRPO does not read it",
         ),
     ],
 )
