@@ -50,7 +50,8 @@ class RunEvalArgs(OpenArgs):
     show: int = 3
     """Number of answers to --data to print."""
     out: str | None = None
-    """A JSON file to write with the flags, scores, all answers and the samples of the tasks.
+    """A JSON file to write with the flags, scores, all answers (of pairs and labelled answers their
+    log-probabilities, and as many generated answers as --show) and the samples of the tasks.
     Default: no file."""
 
     def problems(self) -> list[str]:

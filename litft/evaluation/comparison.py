@@ -113,20 +113,20 @@ def score_examples(
         )
         subject.scores |= subject.preferences.scores()
         subject.parts |= subject.preferences.parts([name for name, _ in selected])
-        # answers are only shown
-        selected = selected[: args.show]
-        shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
-        shown_names = [name for name, _ in selected]
-        subject.log_probs = dict(zip(shown_names, shown_log_probs, strict=True))
+        for (name, _), log_probs in zip(
+            selected, subject.preferences.log_probs.tolist(), strict=True
+        ):
+            subject.log_probs[name] = log_probs
 
-    # the answers, which for preferences are only shown
     examples = []
     for name, sample in selected:
         if sample.answer is not None:
             examples.append(_example(name, sample, sample.answer, data.tokenizer))
+    # beside preferences, which are scored without them, answers are only shown
+    answered = examples if kind == "supervised" else examples[: args.show]
     answers = {}
-    if examples:
-        answers = _answers(subject.name, session, examples, args)
+    if answered:
+        answers = _answers(subject.name, session, answered, args)
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
     subject.cut = {name for name, answer in answers.items() if not answer.ended}
     if answers and kind == "supervised":
@@ -366,10 +366,14 @@ def results_as_json(
     found: list[Verdict],
 ) -> dict[str, Any]:
     """Return the content of --out."""
-    answers = [
-        texts | {subject.name: subject.answers.get(example) for subject in subjects}
-        for example, texts in examples.items()
-    ]
+    answers = []
+    for example, texts in examples.items():
+        answer: dict[str, Any] = dict(texts)
+        for subject in subjects:
+            answer[subject.name] = subject.answers.get(example)
+            if example in subject.log_probs:
+                answer[f"{subject.name}, log-probability"] = subject.log_probs[example]
+        answers.append(answer)
     scores = {
         subject.name: {
             name: None if math.isnan(value) else value

@@ -761,9 +761,15 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
         cwd=tmp_path,
     )
     written = json.loads((tmp_path / "file.json").read_text())
-    (only,) = written["scores"].values()
+    ((name, only),) = written["scores"].items()
     assert only["pairs"] == 40 and 0 <= only["accuracy"] <= 1
     assert {"prompt", "chosen", "rejected"} <= written["answers"][0].keys()
+    # every pair is written with its log-probabilities, which the scores are the means of
+    values = np.array([item[f"{name}, log-probability"] for item in written["answers"]])
+    assert values.shape == (40, 2)
+    assert np.mean(values[:, 0] - values[:, 1]) == pytest.approx(only["margin"], rel=1e-5)
+    # the default of --show
+    assert sum(item[name] is not None for item in written["answers"]) == 3
 
 
 @pytest.mark.slow
