@@ -9,7 +9,7 @@ from litft.args import LoRAFinetuneArgs, PrepareArgs
 from litft.args.ignored import ignored_flags
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits, load_data
-from litft.data.sources import notes_on_validation
+from litft.data.sources import notes_on_sources
 from litft.pretrained.folder import resolve
 from litft.training.data_report import data_report
 from litft.training.dry_run import print_hints_last
@@ -40,7 +40,7 @@ def prepare_data(args: PrepareArgs) -> None:
         completion_tokens=objective.completion_tokens,
     )
     schedule = Schedule(finetuning, data, ranks=1, group_size=objective.group_size)
-    for note in (*ignored_flags(finetuning), *notes_on_validation(args.data)):
+    for note in (*ignored_flags(finetuning), *notes_on_sources(args.data)):
         print(note)
     print_hints_last(data_report(schedule, data.tokenizer, args.show))
     if args.findings:

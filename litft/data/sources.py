@@ -194,9 +194,22 @@ def find_sources(
     return train, named
 
 
-def notes_on_validation(args: DataArgs) -> Iterator[str]:
-    """Yield a note on what has no effect because a path has validation examples of its own."""
-    _, own = _sources_of_paths(args)
+def notes_on_sources(args: DataArgs) -> Iterator[str]:
+    """Yield notes on files of folders that are not read, and on what has no effect because a path
+    has validation examples of its own."""
+    train, own = _sources_of_paths(args)
+    used = set()
+    for source in (*train, *(source for _, source in own)):
+        if isinstance(source, File):
+            used.update(source.parts or (source.name,))
+    for item in args.paths:
+        if Path(item.path).is_dir():
+            files = _readable(sorted(Path(item.path).iterdir()))
+            unread = [file.name for file in files if str(file) not in used]
+            if unread:
+                more = ", ..." if len(unread) > 3 else ""
+                yield f"note: {item.path}: {', '.join(unread[:3])}{more} not read"
+
     if not own:
         return
     labels = ", ".join(source.label for _, source in own)
@@ -444,6 +457,8 @@ def _check_complete(folder: str, files: list[Path]) -> None:
     remedy = "remove one of them, or name a pattern with --data.path"
     stems: dict[str, Path] = {}
     numbers: dict[tuple[str, int], dict[int, str]] = {}
+    # by the beginning of their names
+    numbered: dict[str, tuple[int, str]] = {}
     for file in files:
         stem = file.name.removesuffix(split_suffixes(file)[1])
         if stem in stems:
@@ -453,9 +468,13 @@ def _check_complete(folder: str, files: list[Path]) -> None:
         stems[stem] = file
         match = NUMBERED.search(file.name)
         if match:
-            of_group = numbers.setdefault((file.name[: match.start()], int(match[2])), {})
-            # of two downloads
+            beginning = file.name[: match.start()]
+            of_group = numbers.setdefault((beginning, int(match[2])), {})
+            # of two downloads, possibly in other parts
             other = of_group.setdefault(int(match[1]), file.name)
+            count, first = numbered.setdefault(beginning, (int(match[2]), file.name))
+            if count != int(match[2]):
+                other = first
             if other != file.name:
                 raise ValueError(f"{folder} contains {other} and {file.name}; {remedy}")
 
@@ -513,7 +532,8 @@ def _split_of(file: Path) -> str:
 
 
 def _split_named(word: str) -> str:
-    """Return the split that has this name; "" if none has it."""
+    """Return the split that has this name, or this name and "set"; "" if none has it."""
+    word = word.removesuffix("set")
     for split, names in SPLITS.items():
         if word in names:
             return split

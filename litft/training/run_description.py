@@ -7,7 +7,7 @@ import torch
 from litft.args import FinetuneArgs
 from litft.args.ignored import ignored_flags
 from litft.checkpoints.hub import downloaded_from
-from litft.data.sources import notes_on_validation
+from litft.data.sources import notes_on_sources
 from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.mixers import kernels
 from litft.training.advice import warnings_of_settings
@@ -108,7 +108,7 @@ def notes_on_flags(setup: RunSetup, schedule: Schedule) -> Iterator[str]:
     the number of steps."""
     args = setup.args
     yield from ignored_flags(args)
-    yield from notes_on_validation(args.data)
+    yield from notes_on_sources(args.data)
     # the template of a single file may print the date, too
     prints_date = setup.tokenizer.uses_date or args.data.has_file_templates
     if args.data.date and (schedule.data.is_plain_text or not prints_date):

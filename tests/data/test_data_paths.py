@@ -13,7 +13,7 @@ from litft.args import DataArgs, LoRAFinetuneArgs
 from litft.args.data_path import DataPath
 from litft.args.parser import parse
 from litft.data.dataset import load_data
-from litft.data.sources import HubSplit, _load_dataset, find_sources, notes_on_validation
+from litft.data.sources import HubSplit, _load_dataset, find_sources, notes_on_sources
 from litft.data.tokenizer import Tokenizer
 
 CHATS = [
@@ -295,6 +295,7 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
         ("latest_1.jsonl contest_2.jsonl", "contest_2.jsonl latest_1.jsonl", None),
         ("train_on_tasks.jsonl train_2.jsonl", "train_2.jsonl train_on_tasks.jsonl", None),
         ("train-00000-of-00001.jsonl", "train-00000-of-00001.jsonl", None),
+        ("trainset.jsonl valset.jsonl testSet.jsonl", "trainset.jsonl", "valset.jsonl"),
         # beside train.*, other names are not read
         ("train.jsonl my_val.jsonl val_notes.txt dev2.jsonl", "train.jsonl", "dev2.jsonl"),
         ("train.jsonl requirements-dev.txt my-val-2.csv", "train.jsonl", None),
@@ -336,6 +337,10 @@ def test_the_split_is_a_word_of_a_files_name(tmp_path, files, training, validati
         ),
         (("a-train.test.jsonl", "b.jsonl"), "its name has train and test"),
         (("a-1-of-1-x.jsonl", "a-1-of-1-y.jsonl"), "a-1-of-1-x.jsonl and a-1-of-1-y.jsonl"),
+        (
+            ("train-00000-of-00001.jsonl", "train-00000-of-00002.jsonl"),
+            "train-00000-of-00001.jsonl and train-00000-of-00002.jsonl; remove one",
+        ),
         (("lab_test_1.jsonl", "lab_test_2.jsonl"), "apart from those with a name of test"),
     ],
 )
@@ -371,13 +376,19 @@ def test_a_folder_with_files_for_validation_is_named(tmp_path):
     folder.mkdir()
     write_records(folder / "train.jsonl", PLAIN)
     data = DataArgs(path=[str(folder)], val_fraction=0.3)
-    assert not list(notes_on_validation(data))
+    assert not list(notes_on_sources(data))
     write_records(folder / "validation-00000-of-00001.jsonl", PLAIN)
-    (note,) = notes_on_validation(data)
+    (note,) = notes_on_sources(data)
     assert f"--data.val_fraction 0.3 has no effect: {folder} (val) has" in note
-    (note,) = notes_on_validation(replace(data, val_path=["b.jsonl"]))
+    (note,) = notes_on_sources(replace(data, val_path=["b.jsonl"]))
     assert f"{folder} (val) has no effect: --data.val_path names other" in note
-    assert not list(notes_on_validation(replace(data, val_fraction=0.05)))
+    data = replace(data, val_fraction=0.05)
+    assert not list(notes_on_sources(data))
+    for name in ("eval-1.jsonl", "notes.txt", "README.md"):
+        (folder / name).write_text("x")
+    assert list(notes_on_sources(data)) == [
+        f"note: {folder}: eval-1.jsonl, notes.txt not read"
+    ]
 
 
 def test_settings_without_effect_are_refused(tiny, tmp_path):
