@@ -31,6 +31,10 @@ class StoredWeight:
     dequantize: Callable[[dict[str, Tensor]], Tensor]  # stored tensors by suffix -> weight
 
 
+# compressed-tensors' transforms of weights, whose results are stored
+OFFLINE_TRANSFORMS = ("weight_input", "weight_output")
+
+
 def check_method(settings: dict[str, Any]) -> None:
     """Raise ValueError if weights with this quantization_config cannot be read."""
     method = settings.get("quant_method")
@@ -50,6 +54,13 @@ def check_method(settings: dict[str, Any]) -> None:
         # for its ValueError alone
         if PACKED in formats:
             _packed_bits(settings)
+        online = _online_transforms(settings)
+        if online:
+            raise ValueError(
+                f"its weights are quantized ({method}) and rotated (transform_config), and the "
+                f"model rotates activations, too ({', '.join(online)}), which is not supported; "
+                f"{remedy}"
+            )
     if method == "gptq" and settings.get("bits") not in (2, 4, 8):
         raise ValueError(
             f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and "
@@ -64,6 +75,25 @@ def check_method(settings: dict[str, Any]) -> None:
             f"{settings.get('version')})"
         )
         raise ValueError(f"{reason}, litft reads 4 bits in the gemm layout; {remedy}")
+
+
+def _online_transforms(settings: dict[str, Any]) -> list[str]:
+    """Return where compressed-tensors transforms activations: those of weights are in the stored
+    weights already."""
+    transforms = settings.get("transform_config")
+    if not transforms:
+        return []
+    locations = set()
+    try:
+        for scheme in transforms["config_groups"].values():
+            for place in scheme["apply"]:
+                locations.add(str(place["location"]))
+    except (AttributeError, KeyError, TypeError):
+        raise ValueError(
+            "config.json: transform_config of quantization_config is damaged, found "
+            f"{transforms!r:.200}; {_AGAIN}"
+        ) from None
+    return sorted(locations.difference(OFFLINE_TRANSFORMS))
 
 
 def _groups(settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -289,6 +289,14 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
         assert torch.equal(same.get_parameter(name), weight), name
 
 
+def rotations(*locations):
+    """The transform_config of compressed-tensors with a Hadamard matrix in these places."""
+    places = []
+    for location in locations:
+        places.append({"location": location, "targets": ["Linear"]})
+    return {"config_groups": {"R1": {"type": "hadamard", "apply": places}}}
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -311,12 +319,29 @@ def test_fp8_blocks_equal_transformers(base, tmp_path, block):
             ),
             "nvfp4-pack-quantized",
         ),
+        # SpinQuant's rotation of the input of down_proj
+        (
+            packed_settings() | {"transform_config": rotations("weight_input", "input")},
+            r"rotates activations, too \(input\)",
+        ),
     ],
 )
 def test_other_formats_are_refused(base, tmp_path, settings, message):
     reference, folder = base
     write(folder, reference, tmp_path, lambda w: ({"weight": w}, w), settings)
     with pytest.raises(ValueError, match=f"{message}.*unquantized"):
+        litft.load(tmp_path)
+
+
+def test_rotations_of_weights_alone_are_in_the_stored_weights(base, tmp_path):
+    reference, folder = base
+    settings = packed_settings()
+    settings["transform_config"] = rotations("weight_input", "weight_output")
+    write(folder, reference, tmp_path, to_packed, settings)
+    litft.load(tmp_path)
+    settings["transform_config"] = {"config_groups": ["R1"]}
+    write(folder, reference, tmp_path, to_packed, settings)
+    with pytest.raises(ValueError, match=r"transform_config .* is damaged"):
         litft.load(tmp_path)
 
 
