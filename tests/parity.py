@@ -971,7 +971,19 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             )
         },
     ),
-    "nanochat": ("NanoChatConfig", {"reversed rotation": {}}),
+    "nanochat": (
+        "NanoChatConfig",
+        {
+            "reversed rotation": {},
+            "reversed rotation, dynamic": {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 3.0,
+                    "rope_theta": 500.0,
+                }
+            },
+        },
+    ),
     "hyperclovax": (
         "HyperCLOVAXConfig",
         {

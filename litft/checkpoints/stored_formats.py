@@ -66,6 +66,11 @@ def check_method(settings: dict[str, Any]) -> None:
             f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and "
             f"8; {remedy}"
         )
+    if method == "gptq" and _gptq_format(settings) not in ("gptq", "gptq_v2"):
+        raise ValueError(
+            f"its weights are quantized (gptq, format {_gptq_format(settings)}), litft reads gptq "
+            f"and gptq_v2; {remedy}"
+        )
     if method == "awq" and (
         settings.get("bits", 4) != 4
         or str(settings.get("version", "gemm")).lower() != "gemm"
@@ -385,11 +390,18 @@ def _integer_parts(stem: str, metas: dict[str, Tensor | str]) -> dict[str, str]:
     return parts
 
 
+def _gptq_format(settings: dict[str, Any]) -> str:
+    """Return how GPTQ's zeros are stored: "gptq", less one, or "gptq_v2", as they are. The newer
+    field is `format`."""
+    found = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    return str(found).lower()
+
+
 def _integer_weights(
     metas: dict[str, Tensor | str], method: str, settings: dict[str, Any]
 ) -> Iterable[tuple[str, StoredWeight]]:
     bits = settings.get("bits", 4)
-    is_first_version = settings.get("checkpoint_format", "gptq") == "gptq"
+    is_first_version = _gptq_format(settings) == "gptq"
     for name, meta in metas.items():
         if not name.endswith(".qweight"):
             continue

@@ -33,6 +33,10 @@ ROWS_AT_ONCE = 8192  # of two matrices that are compared
 MAX_LISTED = 10  # names listed in one message
 
 
+# of queries, keys, values and outputs, for inference with a cache in 8 bits
+SCALES_OF_CACHES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
+
+
 class Checkpoint:
     """The tensors of a model folder: `model.safetensors` or `pytorch_model.bin`, as a single file
     or shards with an index.
@@ -86,6 +90,12 @@ class Checkpoint:
     def is_quantized(self) -> bool:
         """Whether some weights are stored quantized (packed by bitsandbytes)."""
         return bool(self._packed)
+
+    @property
+    def has_stored_formats(self) -> bool:
+        """Whether some weights are stored in FP8 or in packed integers, and dequantized on
+        reading."""
+        return bool(self._stored)
 
     @property
     def packed_names(self) -> Collection[str]:
@@ -423,12 +433,14 @@ def check_weights(
 
     # compare each stored tensor with the network's, converted back
     problems = []
+    used = []
     filled = set()
     for mapping in mappings:
         # a target that the network lacks, or that has a value already
         if any(target not in expected or target in filled for target in mapping.targets):
             unexpected += [name for name in mapping.sources if name in names]
             continue
+        used.append(mapping)
         filled |= set(mapping.targets)
         expected_sources = mapping.revert([expected[target] for target in mapping.targets])
         for name, expected_meta in zip(mapping.sources, expected_sources, strict=True):
@@ -441,7 +453,9 @@ def check_weights(
     unfilled = [name for name in expected if name not in filled]
     for mapping in mappings_to_hf(rules, unfilled):
         problems += [f"missing {name}" for name in mapping.targets]
-    problems += [f"unexpected {name}" for name in unexpected]
+    for name in unexpected:
+        if not _changes_nothing(checkpoint, name):
+            problems.append(f"unexpected {name}")
     if problems:
         if len(problems) > MAX_LISTED:
             omitted = [f"... and {len(problems) - MAX_LISTED} more"]
@@ -452,7 +466,18 @@ def check_weights(
             + "\n  ".join(problems[:MAX_LISTED] + omitted)
             + f"\n{checkpoint.mismatch_remedy}"
         )
-    return mappings
+    return used
+
+
+def _changes_nothing(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether a tensor that the network lacks has no effect: a bias of zeros, which programs
+    for GPTQ wrote for every Linear, or the scale of a cache in 8 bits."""
+    if name.endswith(SCALES_OF_CACHES):
+        return checkpoint.has_stored_formats
+    weight = f"{name.removesuffix('.bias')}.weight"
+    if not name.endswith(".bias") or weight not in checkpoint.names:
+        return False
+    return not checkpoint.read(name).any()
 
 
 def _tensor_problems(checkpoint: Checkpoint, name: str, expected: Tensor) -> list[str]:

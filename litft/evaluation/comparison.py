@@ -120,17 +120,20 @@ def score_examples(
 
     examples = []
     for name, sample in selected:
-        if sample.answer is not None:
-            examples.append(_example(name, sample, sample.answer, data.tokenizer))
+        answer = _answer_of(sample)
+        if answer is not None:
+            examples.append(_example(name, sample, answer, data.tokenizer))
+    answered = [example for example in examples if example.sample.answer is not None]
     # beside preferences, which are scored without them, answers are only shown
-    answered = examples if kind == "supervised" else examples[: args.show]
+    if kind != "supervised":
+        answered = answered[: args.show]
     answers = {}
     if answered:
         answers = _answers(subject.name, session, answered, args)
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
     subject.cut = {name for name, answer in answers.items() if not answer.ended}
     if answers and kind == "supervised":
-        subject.scores |= _exact_match(subject, examples, answers)
+        subject.scores |= _exact_match(subject, answered, answers)
     elif kind == "supervised" and any(turn for _, turn, _ in names):
         print(
             f"{subject.name}: no example fits into the length limit with its answer, so "
@@ -218,6 +221,19 @@ def _loss_scores(
         "loss": mean,
         "perplexity": math.exp(min(mean, 700)),
     }
+
+
+def _answer_of(sample: Sample) -> tuple[Tensor, Tensor] | None:
+    """Return the prompt and the answer of a sample, (P,) and (A,); None if it is not complete. Of
+    preferences, which are scored all the same, return what the length limit has left."""
+    if sample.answer is not None or not sample.is_preference:
+        return sample.answer
+    first = sample.split()[0]
+    is_target = first.targets != IGNORED
+    if not is_target.any():
+        return None
+    start = int(is_target.nonzero()[0])
+    return first.tokens[: start + 1], first.targets[is_target]
 
 
 def _example(

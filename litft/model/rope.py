@@ -36,7 +36,6 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
         short = frequencies / torch.tensor(rope.short_factor)
         long = frequencies / torch.tensor(rope.long_factor)
         return short, long
-    frequencies = -frequencies if rope.reversed else frequencies
     return frequencies, frequencies
 
 
@@ -131,7 +130,10 @@ class RotaryEmbedding(nn.Module):
                 torch.as_tensor(max_length, device=positions.device)
             )
 
-        angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
+        # (B, 1, T, D / 2)
+        angles = positions[:, None, :, None].float() * frequencies
+        if self.rope.reversed:
+            angles = -angles
         cos = angles.cos()
         sin = angles.sin()
         scale = self.rope.attention_factor

@@ -336,7 +336,7 @@ def resolve(
     # the base, and the network that its config.json describes
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = find_base(folder, base_dir) if adapter else folder
-    hf = text_config(read_config_json(base))
+    hf = _with_used_quantization(text_config(read_config_json(base)))
     if family is None and str(hf.get("model_type")) not in families():
         _refuse_unknown(base, hf)
     hf = hf if family is None else with_model_type(hf, family)
@@ -345,6 +345,17 @@ def resolve(
     if adapter:
         _check_fingerprint(source)
     return source
+
+
+def _with_used_quantization(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json without a quantization_config of bitsandbytes with both kinds switched
+    off, which quantizes nothing in transformers."""
+    settings = hf.get("quantization_config") or {}
+    if settings.get("quant_method") != "bitsandbytes":
+        return hf
+    if settings.get("load_in_4bit") or settings.get("load_in_8bit"):
+        return hf
+    return {name: value for name, value in hf.items() if name != "quantization_config"}
 
 
 def _with_own_head(source: PretrainedFolder) -> PretrainedFolder:

@@ -14,6 +14,7 @@ import litft
 from litft.args import ConvertArgs
 from litft.checkpoints.stored_formats import AWQ_ORDER, dequantize_gptq, dequantize_packed
 from litft.commands.convert_hf_checkpoint import convert
+from litft.pretrained.folder import resolve
 
 SIZES = dict(
     hidden_size=64,
@@ -61,9 +62,9 @@ def pack(numbers, order=range(8)):
     return torch.where(packed >= 2**31, packed - 2**32, packed).int()
 
 
-def to_gptq(weight, permuted):
+def to_gptq(weight, permuted, offset=1):
     """Return stored tensors; with a permutation, groups are those of the features that `g_idx`
-    names."""
+    names. offset: what is subtracted from the zeros, 0 in the second version of the format."""
     order = (
         torch.randperm(weight.size(1), generator=torch.Generator().manual_seed(0))
         if permuted
@@ -74,7 +75,7 @@ def to_gptq(weight, permuted):
     inverse = order.argsort() if permuted else slice(None)
     stored = {
         "qweight": pack(values[:, inverse]).mT,
-        "qzeros": pack((zeros - 1).mT),
+        "qzeros": pack((zeros - offset).mT),
         "scales": scales.mT.half(),
     }
     return stored | {"g_idx": groups[inverse].int()}, (
@@ -168,6 +169,15 @@ FORMATS = {
     "gptq, act order": (
         lambda w: to_gptq(w, True),
         dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=True),
+    ),
+    # both fields, in any case; null is the same as none
+    "gptq, second version": (
+        lambda w: to_gptq(w, False, offset=0),
+        dict(quant_method="gptq", bits=4, checkpoint_format=None, format="GPTQ_v2"),
+    ),
+    "gptq, named": (
+        lambda w: to_gptq(w, False),
+        dict(quant_method="gptq", bits=4, checkpoint_format="GPTQ"),
     ),
     "awq": (
         to_awq,
@@ -302,6 +312,7 @@ def rotations(*locations):
     [
         (dict(quant_method="gptq", bits=3), "3 bits"),
         (dict(quant_method="awq", bits=4, version="gemv"), "gemv"),
+        (dict(quant_method="gptq", bits=4, checkpoint_format="marlin"), "format marlin"),
         (dict(quant_method="hqq"), "hqq"),
         (
             dict(
@@ -343,6 +354,42 @@ def test_rotations_of_weights_alone_are_in_the_stored_weights(base, tmp_path):
     write(folder, reference, tmp_path, to_packed, settings)
     with pytest.raises(ValueError, match=r"transform_config .* is damaged"):
         litft.load(tmp_path)
+
+
+def test_tensors_without_effect_are_no_error(base, tmp_path):
+    """Older programs wrote a bias of zeros for every Linear, and newer ones the scales of a cache
+    in 8 bits."""
+    reference, folder = base
+    quantize, settings = FORMATS["gptq"]
+    write(folder, reference, tmp_path, quantize, settings)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    added = {}
+    for name in tensors:
+        if name.endswith("o_proj.qweight"):
+            stem = name.removesuffix("o_proj.qweight")
+            added[f"{stem}o_proj.bias"] = torch.zeros(tensors[name].size(1))
+            added[f"{stem}k_scale"] = torch.tensor(0.5)
+    save_file(tensors | added, path, metadata={"format": "pt"})
+    litft.load(tmp_path)
+    biases = [name for name in added if name.endswith("bias")]
+    save_file(tensors | {biases[0]: torch.ones(1)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"unexpected .*o_proj.bias"):
+        litft.load(tmp_path)
+
+
+def test_a_switched_off_quantization_is_none(base, tmp_path):
+    reference, folder = base
+    settings = {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": False,
+        "load_in_8bit": False,
+    }
+    write(folder, reference, tmp_path, lambda w: ({"weight": w}, w), settings)
+    assert resolve(tmp_path).quantization() is None
+    model, _ = litft.load(tmp_path, precision="fp32")
+    tokens = draw(1, 20, seed=1)
+    assert relative(model(tokens), litft.load(folder, precision="fp32")[0](tokens)) == 0
 
 
 def test_a_missing_scale_is_reported(base, tmp_path):

@@ -821,3 +821,36 @@ def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
         "exact_match" not in written["scores"]["tuned"]
         and "tuned, log-probability:" in done.stdout
     )
+
+
+@pytest.mark.slow
+def test_preferences_with_a_cut_answer_are_written(tiny, tmp_path):
+    """They are scored, and so they are in the file, without an answer to compare with."""
+    pairs = [
+        {"prompt": "What?", "chosen": "It " * 600, "rejected": "No"},
+        {"prompt": "Who?", "chosen": "One.", "rejected": "Two."},
+    ]
+    labels = []
+    for pair in pairs:
+        labels.append(
+            {"prompt": pair["prompt"], "completion": pair["chosen"], "label": True}
+        )
+    for title, records in (("chosen", pairs), ("desirable", labels)):
+        write_records(tmp_path / "data.jsonl", records)
+        script(
+            "scripts/run_eval.py",
+            "--checkpoint_dir",
+            tiny,
+            "--data.path",
+            "data.jsonl",
+            "--show",
+            "2",
+            "--out",
+            "file.json",
+            cwd=tmp_path,
+        )
+        answers = json.loads((tmp_path / "file.json").read_text())["answers"]
+        assert len(answers) == 2
+        lengths = sorted(len(answer[title].split()) for answer in answers)
+        assert lengths[0] == 1 and 50 < lengths[1] < 600
+        assert sum(answer[tiny.name] is None for answer in answers) == 1
