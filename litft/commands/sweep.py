@@ -39,6 +39,7 @@ from litft.model.config_file import read_object
 from litft.pretrained.folder import model_digest, resolve
 from litft.training.output.report import Points, points, write_sweep_page
 from litft.training.run_description import format_duration
+from litft.training.validation import SEARCHED
 
 RESULTS = "sweep.json"
 PAGE = "sweep.html"
@@ -77,7 +78,7 @@ def sweep(args: SweepArgs) -> None:
     settings = _with_one_kind_of_loss(settings)
     rows = _rows(settings, _scaled_scores(args))
     _print(rows)
-    _explain(args, rows)
+    _explain(args, settings, rows)
     _write(args, settings, rows)
     print(f"the curves are in {folder / PAGE}, the figures in {folder / RESULTS}")
     if failed:
@@ -387,9 +388,15 @@ def _print(rows: list[list[str]]) -> None:
     print_table(table)
 
 
-def _explain(args: SweepArgs, rows: list[list[str]]) -> None:
+def _explain(args: SweepArgs, settings: list[RunsOfSetting], rows: list[list[str]]) -> None:
     """Print what the table does not say."""
     print()
+    runs = [run for setting in settings for run in setting.runs]
+    if any(len(by_key) >= SEARCHED for run in runs for by_key in run.parts.values()):
+        print(
+            f"scores of single examples (loss, margin, accuracy) are means over {SEARCHED:,} of "
+            "them, evenly spaced; metrics.csv has those of all that a run measures"
+        )
     if args.seeds > 1:
         print("±: the standard deviation over the seeds")
     if any("not shown" in row[-1] for row in rows):

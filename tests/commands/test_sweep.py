@@ -18,6 +18,7 @@ from litft.cli import run as command
 from litft.commands.sweep import (
     _check_same,
     _compared_score,
+    _explain,
     _folder,
     _rows,
     _scaled_scores,
@@ -294,6 +295,16 @@ def test_a_difference_is_real_over_examples_and_over_seeds():
     assert not few.is_real
     assert [item.name for item in ranked([worse, best], "loss")] == ["best", "worse"]
     assert [item.name for item in ranked([worse, best], "exact_match")] == ["worse", "best"]
+
+
+@pytest.mark.parametrize("count", [1023, 1024])
+def test_scores_of_some_of_the_examples_are_named(base, capsys, count):
+    """A run measures more than what is compared example by example."""
+    args = parse(
+        SweepArgs, ["--config", "base.yaml", "--grid", "lora.r=2", "--out_dir", "o"]
+    )
+    _explain(args, [setting("r=2", np.ones(count), [0.0], seeds=1)], [["setting"], [""]])
+    assert ("means over 1,024 of them" in capsys.readouterr().out) == (count == 1024)
 
 
 def shares(name, correct_of_seeds):
