@@ -26,7 +26,7 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
-from litft.data.history import readable_history
+from litft.data.history import opens_thoughts, readable_history
 from litft.data.masked_parts import masked_ranges
 from litft.data.notes import (
     BLANK,
@@ -48,7 +48,7 @@ from litft.data.notes import (
 )
 from litft.data.preferences import cut_together, read_fields, to_preferences
 from litft.data.prompts import PromptEncoder
-from litft.data.reasoning import drop_reasoning
+from litft.data.reasoning import drop_reasoning, with_opening_mark
 from litft.data.sample import ID_MASK, IN_ANSWER, SUPERVISED
 from litft.data.stored_messages import has_messages_as_text, read_stored_messages
 from litft.data.suspicions import suspicions
@@ -397,15 +397,7 @@ class Encoder:
             if message["role"] == "user" and not message["content"].strip():
                 encoded.notes.append(EMPTY_PROMPT)
                 break
-        messages = []
-        own_ends = self.tokenizer.end_tokens.special_stops
-        for message in example.messages[: turns[-1] + 1]:
-            clean = without_learned(message)
-            if message["role"] == "assistant":
-                clean["content"] = strip_end_token(message["content"], own_ends)
-            if clean["content"] != message["content"] and END_TEXT not in encoded.notes:
-                encoded.notes.append(END_TEXT)
-            messages.append(clean)
+        messages = self._clean(example, turns[-1] + 1, encoded)
         # for the reports: its system prompt, which the model needs afterwards, too, and its tools
         encoded.describe(messages, example.tools)
         if self.reasoning == "drop":
@@ -430,6 +422,24 @@ class Encoder:
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty
+
+    def _clean(self, example: Example, count: int, encoded: Encoded) -> list[Message]:
+        """Return the first messages without the marks of what is learned, and answers without end
+        tokens, and with the mark that opens their thought."""
+        template = self.tokenizer.template_for(example.tools)
+        has_marks = opens_thoughts(self.tokenizer, template, bool(example.tools))
+        own_ends = self.tokenizer.end_tokens.special_stops
+        messages = []
+        for message in example.messages[:count]:
+            clean = without_learned(message)
+            if message["role"] == "assistant":
+                clean["content"] = strip_end_token(message["content"], own_ends)
+            if clean["content"] != message["content"] and END_TEXT not in encoded.notes:
+                encoded.notes.append(END_TEXT)
+            if message["role"] == "assistant" and has_marks:
+                clean = with_opening_mark(clean)
+            messages.append(clean)
+        return messages
 
     def _up_to_limit(
         self,
@@ -493,7 +503,7 @@ class Encoder:
             messages=messages,
             tools=example.tools,
             ends=self.tokenizer.end_tokens,
-            history=self._history(messages, example.tools),
+            history=self._history(messages, example),
         ):
             # all positions of a text are looked up at once, in one pass of the tokenizer
             offsets = []
@@ -562,10 +572,16 @@ class Encoder:
         )
         return tuple(notes)
 
-    def _history(self, messages: list[Message], tools: list | None) -> list[Message]:
+    def _history(self, messages: list[Message], example: Example) -> list[Message]:
         """Return the messages as the prompts of later answers have them at inference."""
         try:
-            return readable_history(self.tokenizer, messages, tools, checks_system=False)
+            return readable_history(
+                self.tokenizer,
+                messages,
+                example.tools,
+                checks_system=False,
+                variables=example.template_args,
+            )
         except ValueError:
             # what renders each turn says what the template leaves out
             return messages

@@ -1,9 +1,11 @@
 """Earlier answers of a conversation, in training and at inference: their reasoning and calls in the
 form that the template reads."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from typing import Any, NamedTuple
 
 from litft.data.answer_format import (
     EXAMPLE_QUESTION,
@@ -20,9 +22,11 @@ from litft.data.reasoning import (
     INLINE,
     PARTS,
     REASONING_FIELDS,
-    REPEATED_OPENING,
+    REPEATED_THOUGHT,
     ReasonedAnswer,
     prints_parts,
+    with_opening_mark,
+    without_opening,
 )
 from litft.data.tokenizer import Tokenizer
 from litft.data.turn_rendering import writes_think_tags
@@ -33,23 +37,47 @@ _ANSWER = "\ue000answer\ue000"
 _SYSTEM = "\ue000system\ue000"
 
 
+class ThinkingMode(NamedTuple):
+    """What a conversation itself says about thinking; None: nothing."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+
+    @classmethod
+    def of(cls, variables: Mapping[str, Any]) -> "ThinkingMode":
+        """Return the mode that the variables of a template say."""
+        given = {}
+        for name in cls._fields:
+            if isinstance(variables.get(name), bool):
+                given[name] = variables[name]
+        return cls(**given)
+
+    @property
+    def variables(self) -> dict[str, bool]:
+        """The variables of a template that say it."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
 @dataclass(frozen=True)
 class AnswerForm:
     """What decides how a template reads the reasoning of an answer."""
 
     # a field of REASONING_FIELDS, PARTS or INLINE
     spelling: str
-    # inline reasoning begins with <think>
+    # an inline thought begins with <think>
     is_opened: bool
+    # it is not empty
+    has_reasoning: bool
     has_content: bool
     has_calls: bool
 
     @classmethod
     def of(cls, answer: ReasonedAnswer) -> "AnswerForm":
-        """Return the form of an answer with reasoning."""
+        """Return the form of an answer with a thought."""
         return cls(
             spelling=answer.spelling,
             is_opened=bool(answer.opening),
+            has_reasoning=bool(answer.reasoning.strip()),
             has_content=bool(answer.answer.strip()),
             has_calls=bool(answer.message.get("tool_calls")),
         )
@@ -60,8 +88,9 @@ def readable_history(
     messages: list[Message],
     tools: list | None = None,
     checks_system: bool = True,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[Message]:
-    """Return the messages in the spelling that the template reads.
+    """Return the messages in the spelling that the template reads; variables: of the template.
 
     Training and inference both write earlier answers so, and then have the same prompts. Reasoning
     in a field that the template does not read is written where it reads it: in another field, or
@@ -70,6 +99,7 @@ def readable_history(
     prompt.
     """
     template = tokenizer.template_for(tools)
+    mode = ThinkingMode.of(variables or {})
     has_system = bool(messages) and messages[0].get("role") in SYSTEM_ROLES
     if checks_system and has_system and not _reads_system(tokenizer, template, bool(tools)):
         raise ValueError(
@@ -80,7 +110,7 @@ def readable_history(
     for message in messages:
         is_text = isinstance(message.get("content") or "", str)
         if message.get("role") == "assistant" and is_text:
-            message = _readable_answer(tokenizer, template, bool(tools), message)
+            message = _readable_answer(tokenizer, template, bool(tools), mode, message)
         if message.get("tool_calls") and not message.get("content"):
             content = _content_beside_calls(tokenizer, template, bool(tools))
             message = {**message, "content": content}
@@ -101,7 +131,11 @@ def _reads_system(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
 
 
 def _readable_answer(
-    tokenizer: Tokenizer, template: str, has_tools: bool, message: Message
+    tokenizer: Tokenizer,
+    template: str,
+    has_tools: bool,
+    mode: ThinkingMode,
+    message: Message,
 ) -> Message:
     """Return an answer without an end token, and with its reasoning where the template reads it, if
     it reads any."""
@@ -109,20 +143,59 @@ def _readable_answer(
         own_ends = tokenizer.end_tokens.special_stops
         content = strip_end_token(message["content"], own_ends)
         message = {**message, "content": content}
+    if opens_thoughts(tokenizer, template, has_tools):
+        message = with_opening_mark(message)
     answer = ReasonedAnswer.read(message)
-    if not answer.reasoning.strip():
-        return message
     form = AnswerForm.of(answer)
+    repeats = _repeats_thought(tokenizer, template, has_tools, mode, form)
+    if not answer.reasoning.strip():
+        return answer.bare().write() if repeats else message
     spelling = _spelling(tokenizer, template, has_tools, form)
+    if spelling == answer.spelling == INLINE and repeats:
+        return without_opening(answer)
     # the white space around reasoning belongs to its spelling
-    if spelling is None:
-        return message
-    is_unopened = spelling == answer.spelling == INLINE and not answer.opening
-    if is_unopened and _takes_opening(tokenizer, template, has_tools, form):
-        return answer.spelled(INLINE).write()
-    if spelling == answer.spelling:
+    if spelling is None or spelling == answer.spelling:
         return message
     return answer.spelled(spelling).write()
+
+
+@lru_cache(maxsize=64)
+def opens_thoughts(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
+    """Return whether prompts have <think>, in any mode. template: of `tokenizer`, a part of the
+    key."""
+    tools = [EXAMPLE_TOOL] if has_tools else None
+    return writes_think_tags(tokenizer.apply_chat_template, tools)
+
+
+@lru_cache(maxsize=64)
+def _repeats_thought(
+    tokenizer: Tokenizer,
+    template: str,
+    has_tools: bool,
+    mode: ThinkingMode,
+    form: AnswerForm,
+) -> bool:
+    """Return whether a template writes the opening mark, or an empty thought, before an inline
+    thought that an answer has already.
+
+    template: of `tokenizer`, a part of the key.
+    """
+    if form.spelling != INLINE or not form.has_content:
+        return False
+    thought = f"{_REASONING}\n" if form.has_reasoning else "\n"
+    opening = "<think>\n" if form.is_opened else ""
+    content = f"{opening}{thought}</think>\n\n{_ANSWER}"
+    messages = [
+        EXAMPLE_QUESTION,
+        {"role": "assistant", "content": content},
+        EXAMPLE_QUESTION,
+    ]
+    tools = [EXAMPLE_TOOL] if has_tools else None
+    try:
+        text = tokenizer.apply_chat_template(messages, tools, **mode.variables)
+    except ValueError:
+        return False
+    return REPEATED_THOUGHT.search(text.partition(_ANSWER)[0]) is not None
 
 
 @lru_cache(maxsize=64)
@@ -191,24 +264,6 @@ def _spelling(
 
 
 @lru_cache(maxsize=64)
-def _takes_opening(
-    tokenizer: Tokenizer, template: str, has_tools: bool, form: AnswerForm
-) -> bool:
-    """Return whether inline reasoning without <think>, which the model's prompt may have had, is
-    learned with it: the template's prompts have the mark, and it writes none before answers.
-
-    template: of `tokenizer`, a part of the key.
-    """
-    if not writes_think_tags(
-        tokenizer.apply_chat_template, [EXAMPLE_TOOL] if has_tools else None
-    ):
-        return False
-    opened = replace(form, spelling=INLINE, is_opened=True)
-    text = _text_with_reasoning(tokenizer, has_tools, opened)
-    return text is not None and REPEATED_OPENING.search(text) is None
-
-
-@lru_cache(maxsize=64)
 def _takes_no_reasoning(tokenizer: Tokenizer, template: str, has_tools: bool) -> bool:
     """Return whether a template has no place for reasoning, so that a model writes it, if any, into
     its answers, and learns it so.
@@ -219,6 +274,7 @@ def _takes_no_reasoning(tokenizer: Tokenizer, template: str, has_tools: bool) ->
         form = AnswerForm(
             spelling=spelling,
             is_opened=True,
+            has_reasoning=True,
             has_content=not has_calls,
             has_calls=has_calls,
         )

@@ -221,7 +221,11 @@ class PromptEncoder:
         them; raise ValueError for calls that it leaves out."""
         try:
             messages = readable_history(
-                self.tokenizer, example.messages, example.tools, checks_system=False
+                self.tokenizer,
+                example.messages,
+                example.tools,
+                checks_system=False,
+                variables=example.template_args,
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None

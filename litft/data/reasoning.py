@@ -50,9 +50,10 @@ ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
 # some prompts close a thought that they have not opened
 ENDS_IN_CLOSED_THOUGHT = re.compile(rf"(?:{_OPEN}\s*)?{_CLOSE}\s*\Z")
+OPENING_MARK = re.compile(_OPEN)
 OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
-# of a template that writes the mark before content that has it, too
-REPEATED_OPENING = re.compile(r"<think>\s*<think>")
+# of a template that writes a mark, or an empty thought, before content that has it, too
+REPEATED_THOUGHT = re.compile(rf"{_OPEN}\s*{_OPEN}|{_CLOSE}\s*(?:{_OPEN}\s*)?{_CLOSE}")
 CLOSES_THOUGHT = re.compile(_CLOSE)
 _INLINE_OPENING = re.compile(r"\s*<think>\s*")
 _INLINE_CLOSING_LINE = re.compile(r"^[ \t]*</think>[ \t]*$", re.MULTILINE)
@@ -184,16 +185,25 @@ class ReasonedAnswer:
         if not self.reasoning.strip():
             return self
         # the white space around reasoning belongs to the spelling, not to the text
-        spelled = replace(self, spelling=spelling, reasoning=self.reasoning.strip())
-        # the record may leave out the mark that the prompt ends with, but templates write it before
-        # an answer only if the content has it
-        if spelling == INLINE and not self.opening:
-            return replace(spelled, opening=ReasonedAnswer.opening)
-        return spelled
+        return replace(self, spelling=spelling, reasoning=self.reasoning.strip())
 
     def bare(self) -> "ReasonedAnswer":
         """Return the answer without its reasoning, whatever its text is."""
         return ReasonedAnswer(self.message, "", self.answer, REASONING_FIELDS[0])
+
+
+def with_opening_mark(message: Message) -> Message:
+    """Return an answer with <think> in front if it has </think> alone: the prompt from which it was
+    sampled had the mark. For templates whose prompts have it; to others, the mark is text."""
+    content = message.get("content")
+    if not isinstance(content, str) or any(map(message.get, REASONING_FIELDS)):
+        return message
+    thought, closing, _ = content.partition("</think>")
+    if not closing or OPENING_MARK.search(thought):
+        return message
+    # the closing mark has a line of its own, and so has the opening one
+    opening = "<think>\n" if thought.endswith("\n") else "<think>"
+    return {**message, "content": opening + content.lstrip()}
 
 
 def drop_reasoning(messages: list[Message]) -> list[Message]:
@@ -213,7 +223,7 @@ def has_reasoning(message: Message) -> bool:
     )
 
 
-def _without_opening(answer: ReasonedAnswer) -> Message:
+def without_opening(answer: ReasonedAnswer) -> Message:
     """Return an answer whose inline reasoning has only the mark that ends it."""
     bare = replace(answer.spelled(INLINE), opening="")
     # a mark within a line would be read as text
@@ -247,7 +257,7 @@ def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
         if inline:
             written = list(messages)
             for number, answer in answers.items():
-                written[number] = _without_opening(answer)
+                written[number] = without_opening(answer)
             yield written
     elif any(answer.spelling == INLINE for answer in answers.values()):
         yield drop_reasoning(messages)

@@ -297,6 +297,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         else:
             answer = start
         is_inline = rendering.answer.spelling == INLINE
+        if is_inline:
+            _check_not_repeated(text, start)
         if is_inline and CLOSES_THOUGHT.search(text, answer, places.first):
             raise ValueError(
                 "the chat template writes an empty thought as a part of the answer; "
@@ -308,6 +310,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
             end += len(prompt) - answer
             start = answer = len(prompt)
             empty = None
+            if is_inline:
+                _check_not_repeated(text, start)
     turn = Turn(
         message=len(rendering.earlier),
         text=text,
@@ -355,6 +359,20 @@ def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
         )
     if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
+
+
+def _check_not_repeated(text: str, start: int) -> None:
+    """Raise ValueError if an empty thought of the record comes after one, or after an opening mark,
+    of the prompt."""
+    before = text[max(start - 2 * MARK_LENGTH, 0) : start]
+    after_thought = ENDS_IN_CLOSED_THOUGHT.search(before) and EMPTY_THOUGHT.match(
+        text, start
+    )
+    after_mark = ENDS_IN_OPEN_THOUGHT.search(before) and OPENS_THOUGHT.match(text, start)
+    if after_thought or after_mark:
+        raise ValueError(
+            f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"
+        )
 
 
 def _check_calls_after_thought(rendering: TurnRendering, after: str) -> None:

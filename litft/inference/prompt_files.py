@@ -166,11 +166,12 @@ def tokenize_prompt(
         if messages:
             tools = read_tools(record.get("tools"), where)
             tokenizer.check_tools(tools)
+            variables = read_template_args(record, where)
             text = tokenizer.apply_chat_template(
-                readable_history(tokenizer, messages, tools),
+                readable_history(tokenizer, messages, tools, variables=variables),
                 tools,
                 add_generation_prompt=True,
-                **read_template_args(record, where),
+                **variables,
             )
             prompt = Prompt(tokenizer.encode(text, bos=False), text, tools, is_chat=True)
         else:

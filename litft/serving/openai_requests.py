@@ -344,7 +344,7 @@ class ChatRequest(ApiRequest):
             )
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-        messages = readable_history(tokenizer, messages, tools)
+        messages = readable_history(tokenizer, messages, tools, variables=variables)
         if self.continue_final_message:
             self._prompt = tokenizer.continued_chat(messages, tools, **variables)
             self._continued = str(messages[-1]["content"])

@@ -9,6 +9,7 @@ import pytest
 from same_prompts import templates, tokenizer_with
 
 from litft.data.encoder import Encoder
+from litft.data.reasoning import REPEATED_THOUGHT
 from litft.data.sample import ID_MASK, SUPERVISED
 from litft.data.tokenizer import Tokenizer
 from litft.data.turn_rendering import writes_think_tags
@@ -106,20 +107,46 @@ def test_thoughts_are_learned_after_the_mark_that_opens_them(name, tmp_path):
     if not writes_think_tags(tokenizer.apply_chat_template, None):
         pytest.skip("its prompts have no <think>, and the mark is text")
 
-    texts = []
-    for opening in ("", "<think>\n"):
-        conversation = []
-        for question, thought, reply in (
-            ("2 + 2?", "Two.", "4"),
-            ("3 + 3?", "Three.", "6"),
-        ):
-            content = f"{opening}{thought}\n</think>\n\n{reply}"
-            conversation.append({"role": "user", "content": question})
-            conversation.append({"role": "assistant", "content": content})
-        encoded = Encoder(tokenizer, 1000)("here", {"messages": conversation})
-        texts.append([marked_text(tokenizer, sample) for sample in encoded.samples])
-    # spaces beside marks may be the template's own
-    assert texts[0] and texts[0] == texts[1]
+    for opening, closing in (("<think>\n", "\n</think>\n\n"), ("<think>", "</think>")):
+        texts = []
+        for beginning in ("", opening):
+            contents = [f"{beginning}Two.{closing}4", f"{beginning}Three.{closing}6"]
+            texts.append(learned_texts(tokenizer, contents))
+        # spaces beside marks may be the template's own
+        assert texts[0] and texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", THINK_TEMPLATES)
+def test_an_empty_thought_is_there_once(name, tmp_path):
+    """The prompt, or the template, may have one before an answer that was sampled with it."""
+    tokenizer = tokenizer_with(THINK_TEMPLATES[name], tmp_path)
+    if not writes_think_tags(tokenizer.apply_chat_template, None):
+        pytest.skip("its prompts have no <think>, and the mark is text")
+
+    for arguments in ({}, {"enable_thinking": False, "thinking": False}):
+        for thought in ("<think>\n\n</think>\n\n", "\n</think>\n\n"):
+            for mode in ("learn", "learn_empty"):
+                contents = [f"{thought}4", f"{thought}6"]
+                for text in learned_texts(tokenizer, contents, mode, arguments):
+                    plain = text.replace("[", "").replace("]", "")
+                    assert not REPEATED_THOUGHT.search(plain), (arguments, thought, mode)
+
+
+def learned_texts(
+    tokenizer: Tokenizer,
+    contents: list[str],
+    mode: str = "learn",
+    arguments: dict[str, Any] | None = None,
+) -> list[str]:
+    """Return the samples of a conversation with these answers as texts: see `marked_text`."""
+    conversation = []
+    for content in contents:
+        conversation.append({"role": "user", "content": "And?"})
+        conversation.append({"role": "assistant", "content": content})
+    record = {"messages": conversation, "chat_template_kwargs": arguments or {}}
+    encoded = Encoder(tokenizer, 1000, reasoning=mode)("here", record)
+    assert encoded.error is None
+    return [marked_text(tokenizer, sample) for sample in encoded.samples]
 
 
 def marked_text(tokenizer: Tokenizer, sample: np.ndarray) -> str:

@@ -24,6 +24,7 @@ from quirks import QUIRKS
 
 from litft.data.chat_template import render
 from litft.data.dataset import with_arguments
+from litft.data.reasoning import REPEATED_THOUGHT
 from litft.data.turn_ends import EndTokens
 from litft.data.turns import assistant_turns
 
@@ -455,6 +456,17 @@ def test_an_empty_thought_before_an_answer_with_spaces_is_the_templates(name, co
     question = {"role": "user", "content": "2 + 2 ="}
     (turn,) = turns_of(QUIRKS[name], [question, answer(content)])
     assert turn.text[turn.answer : turn.end] == f"{content}<|end|>"
+
+
+def test_an_empty_thought_is_opened_once():
+    """Nemotron Nano 2 writes the opening mark before the last answer, whatever the answer has."""
+    question = {"role": "user", "content": "2 + 2 ="}
+    content = "<think>\n\n</think>\n\n4"
+    (turn,) = turns_of(
+        QUIRKS["a thought that is never closed"], [question, answer(content)]
+    )
+    assert turn.text[turn.answer : turn.end] == "4<|end|>"
+    assert not REPEATED_THOUGHT.search(turn.text)
 
 
 @pytest.mark.parametrize("mark", ["</think>\n\n", "\n</think>\n\n"])
