@@ -31,8 +31,6 @@ from litft.model.quantization import (
 MAX_MAPPED_BYTES = 2**28
 ROWS_AT_ONCE = 8192  # of two matrices that are compared
 MAX_LISTED = 10  # names listed in one message
-
-
 # of queries, keys, values and outputs, for inference with a cache in 8 bits
 SCALES_OF_CACHES = (".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".output_scale")
 
@@ -553,10 +551,16 @@ def load_weights(
         else:
             # quantized here, or converted together with others: this needs the whole tensors
             tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
+            is_packed = any(map(checkpoint.is_packed, mapping.sources))
             for name, module, tensor in zip(
                 mapping.targets, quantized, tensors, strict=True
             ):
-                if module is not None:
+                if module is not None and is_packed:
+                    # Values that were quantized have their scale in each block, so that it is
+                    # found again, unless it is rounded, or quantized once more.
+                    kind = module.kind.removesuffix("-dq")
+                    module.fill(_quantized_part(placement, name, tensor.to(device), kind))
+                elif module is not None:
                     tensor = tensor.to(device, dtype)
                     module.fill(_quantized_part(placement, name, tensor, module.kind))
                 else:
