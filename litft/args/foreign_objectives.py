@@ -19,8 +19,6 @@ SETTINGS_OF: dict[str, frozenset[str]] = {
     "kto": frozenset({"desirable_weight", "undesirable_weight"}),
     "dpo": frozenset({"rpo_alpha"}),
 }
-# settings of several trainers, of which DPO is the usual one
-SHARED_WITH_DPO = ("beta", "precompute_ref_log_probs")
 # of GRPO: TRL's name of a setting, and ours
 OF_GRPO = {"temperature": "grpo.temperature", "top_p": "grpo.top_p"}
 # flags that count updates in TRL, and steps, of --grpo.updates each, here
@@ -56,11 +54,16 @@ def set_objective(
         is_open = given.get("objective", "sft") == "sft"
         if is_open and not settings.isdisjoint(names):
             given["objective"] = objective
-    shared = [name for name in SHARED_WITH_DPO if name in names]
-    if "objective" not in given and (shared or "preference.beta" in given):
+    # settings that other trainers have, too
+    shared = None
+    if "preference.beta" in given:
+        shared = "beta"
+    elif "precompute_ref_log_probs" in names:
+        shared = "precompute_ref_log_probs"
+    if "objective" not in given and shared is not None:
         given["objective"] = "dpo"
         notes.append(
-            f"{shared[0] if shared else 'beta'}: read as that of DPO; other objectives have it, "
+            f"{shared}: read as that of DPO; other objectives have it, "
             "too: for these set --objective orpo, kto or grpo"
         )
 

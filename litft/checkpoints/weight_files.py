@@ -452,7 +452,7 @@ def check_weights(
     for mapping in mappings_to_hf(rules, unfilled):
         problems += [f"missing {name}" for name in mapping.targets]
     for name in unexpected:
-        if not _changes_nothing(checkpoint, name):
+        if not _changes_nothing(checkpoint, name, names):
             problems.append(f"unexpected {name}")
     if problems:
         if len(problems) > MAX_LISTED:
@@ -467,13 +467,13 @@ def check_weights(
     return used
 
 
-def _changes_nothing(checkpoint: Checkpoint, name: str) -> bool:
+def _changes_nothing(checkpoint: Checkpoint, name: str, names: Collection[str]) -> bool:
     """Return whether a tensor that the network lacks has no effect: a bias of zeros, which programs
-    for GPTQ wrote for every Linear, or the scale of a cache in 8 bits."""
+    for GPTQ wrote for every Linear, or the scale of a cache in 8 bits. names: of all tensors."""
     if name.endswith(SCALES_OF_CACHES):
         return checkpoint.has_stored_formats
     weight = f"{name.removesuffix('.bias')}.weight"
-    if not name.endswith(".bias") or weight not in checkpoint.names:
+    if not name.endswith(".bias") or weight not in names:
         return False
     return not checkpoint.read(name).any()
 

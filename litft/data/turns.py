@@ -352,23 +352,33 @@ def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
         raise ValueError(
             f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"
         )
-    if ENDS_IN_CLOSED_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
+    if _follows_thought(text, start):
         raise ValueError(
             "the prompt of the chat template has an empty thought before the reasoning; "
             f"{OTHER_TEMPLATE}"
         )
-    if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
+    if _is_opened_twice(text, start):
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
+
+
+def _follows_thought(text: str, start: int) -> bool:
+    """Return whether the prompt, text[:start], ends with a closed thought."""
+    first = max(start - 2 * MARK_LENGTH, 0)
+    return ENDS_IN_CLOSED_THOUGHT.search(text, first, start) is not None
+
+
+def _is_opened_twice(text: str, start: int) -> bool:
+    """Return whether the prompt, text[:start], ends with an opening mark, and a turn begins with
+    one."""
+    opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start)
+    return opened is not None and OPENS_THOUGHT.match(text, start) is not None
 
 
 def _check_not_repeated(text: str, start: int) -> None:
     """Raise ValueError if an empty thought of the record comes after one, or after an opening mark,
     of the prompt."""
-    before = text[max(start - 2 * MARK_LENGTH, 0) : start]
-    after_thought = ENDS_IN_CLOSED_THOUGHT.search(before) and EMPTY_THOUGHT.match(
-        text, start
-    )
-    after_mark = ENDS_IN_OPEN_THOUGHT.search(before) and OPENS_THOUGHT.match(text, start)
+    after_thought = _follows_thought(text, start) and EMPTY_THOUGHT.match(text, start)
+    after_mark = _is_opened_twice(text, start)
     if after_thought or after_mark:
         raise ValueError(
             f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}"

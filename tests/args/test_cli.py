@@ -1492,6 +1492,12 @@ def test_every_word_for_true_resumes_with_the_runs_flags(word, tmp_path):
             {"objective": "ipo", "grpo.max_new_tokens": None},
             "--grpo.max_new_tokens 9 is of no use with ipo",
         ),
+        # a flag of ours with the last word of another one
+        (
+            "model_name_or_path: m\ngrpo: {beta: 0.1}",
+            {"objective": None},
+            "--grpo.beta 0.1 is of no use with sft",
+        ),
         (
             "base_model: m\nrl: grpo\nsequence_len: 2048",
             {"objective": "grpo", "data.max_seq_length": None},
