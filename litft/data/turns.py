@@ -370,8 +370,10 @@ def _follows_thought(text: str, start: int) -> bool:
 def _is_opened_twice(text: str, start: int) -> bool:
     """Return whether the prompt, text[:start], ends with an opening mark, and a turn begins with
     one."""
-    opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start)
-    return opened is not None and OPENS_THOUGHT.match(text, start) is not None
+    # looked at first: the search reads the whole prompt
+    if not OPENS_THOUGHT.match(text, start):
+        return False
+    return ENDS_IN_OPEN_THOUGHT.search(text, 0, start) is not None
 
 
 def _check_not_repeated(text: str, start: int) -> None:
