@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.modeling_outputs import CausalLMOutput
 
 from litft.model.config import Config
@@ -1326,3 +1327,26 @@ def packed_difference(reference, model: GPT) -> float:
     )
     parts = ((logits[:, :12], first[None, :12]), (logits[:, 12:], second[None]))
     return max(relative(actual, reference(tokens).logits) for actual, tokens in parts)
+
+
+@torch.no_grad()
+def noisy_difference(reference, model: GPT) -> float:
+    """Compare logits with NEFTune's noise, for which both draw the same numbers, with the hook of
+    transformers' Trainer."""
+    tokens = draw(1, 20, seed=6)
+    embeddings = reference.get_input_embeddings()
+    embeddings.neftune_noise_alpha = model.neftune_alpha = 10.0
+    hook = embeddings.register_forward_hook(neftune_post_forward_hook)
+    # only these modules, so that nothing else draws numbers
+    embeddings.training = model.training = True
+    try:
+        torch.manual_seed(0)
+        expected = reference(tokens).logits
+        torch.manual_seed(0)
+        actual = model(tokens, documents=torch.zeros_like(tokens))
+    finally:
+        hook.remove()
+        embeddings.training = model.training = False
+        model.neftune_alpha = 0.0
+    assert relative(expected, reference(tokens).logits) > 1e-3
+    return relative(actual, expected)

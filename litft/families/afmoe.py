@@ -60,6 +60,7 @@ def config(hf: dict[str, Any]) -> Config:
         attention_gate=True,
         mlp_bias=False,
         embed_scale=embed_scale,
+        noise_after="lookup",
     )
 
 

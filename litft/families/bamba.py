@@ -113,6 +113,7 @@ def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Con
         mlp_gate_scale=gate,
         mlp_out_scale=down,
         embed_scale=hf.get("embedding_multiplier", 1.0),
+        noise_after="lookup",
         logit_scale=hf.get("lm_head_multiplier", 1.0),
     )
 

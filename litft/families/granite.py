@@ -58,6 +58,7 @@ def config(hf: dict[str, Any]) -> Config:
         layers=layers,
         sinks=is_windowed,
         embed_scale=float(hf.get("embedding_multiplier", 1.0)),
+        noise_after="lookup",
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
         logit_scale=logit_scale,
         norm_position=norm_position,

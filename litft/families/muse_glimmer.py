@@ -43,6 +43,7 @@ def config(hf: dict[str, Any]) -> Config:
         final_norm=plain,
         norm_position="both",
         embed_norm=without_weight,
+        noise_after="norm",
         qk_norm=without_weight,
         attention_gate=True,
         logit_scale=hf.get("output_multiplier", 0.19611613513818404),

@@ -313,6 +313,9 @@ class Config:
     logit_softcap: float | None = None
     sinks: bool = False
     embed_scale: float = 1.0
+    # NEFTune adds noise to what transformers' embedding module returns: Gemma's has the scale in
+    # it, Granite's has not, and Muse Glimmer's also has the norm
+    noise_after: Literal["lookup", "scale", "norm"] = "scale"
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     # a table of `max_positions` rows is added to the embedding

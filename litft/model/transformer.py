@@ -3,9 +3,10 @@
 Differences are values of `Config`, applied when it is built.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -212,9 +213,15 @@ class GPT(nn.Module):
             start = cache.length if cache else 0
             positions = default_positions(tokens, document_ids, start)
 
-        x = self.embed_tokens(tokens, positions)  # (B, T, C)
+        noise = None
         if self.training and self.neftune_alpha:
-            x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
+            noise = partial(
+                add_neftune_noise,
+                alpha=self.neftune_alpha,
+                targets=targets,
+                document_ids=document_ids,
+            )
+        x = self.embed_tokens(tokens, positions, noise)  # (B, T, C)
         cos_sin = self.cos_sin(positions, cache, x.dtype, document_ids)
         # further inputs of each block, and the documents as it sees them
         extras = self.block_extras(tokens, x)
@@ -312,21 +319,34 @@ class GPT(nn.Module):
         shared = SharedKeys()
         return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        noise: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Return the input of the residual stream, (B, T, C), for tokens (B, T) at positions
         (B or 1, T).
 
-        The scale is rounded to the weights' dtype, as in Gemma's training.
+        noise: adds noise to the embeddings (B, T, C), at `Config.noise_after`. The scale is rounded
+        to the weights' dtype, as in Gemma's training.
         """
-        x = self.embed(tokens)
+
+        def with_noise(x: Tensor, place: str) -> Tensor:
+            if noise is None or place != self.config.noise_after:
+                return x
+            return noise(x)
+
+        x = with_noise(self.embed(tokens), "lookup")
         if self.config.embed_scale != 1:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
+        x = with_noise(x, "scale")
         positions = positions + self.config.position_offset
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if self.config.sinusoidal_positions:
             x = x + sinusoids(positions, x.size(-1), x.dtype)
-        return apply_norm(self.embed_norm, x)
+        return with_noise(apply_norm(self.embed_norm, x), "norm")
 
     def cos_sin(
         self,

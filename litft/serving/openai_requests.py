@@ -428,18 +428,15 @@ class ChatRequest(ApiRequest):
                 "the model decides whether to call a tool; use auto or none",
             )
         yield from self._unknown_fields_of_format()
-        if (
-            self.response_format
-            and self.response_format.get("type") != "text"
-            and self.tools
-        ):
-            yield (
-                "response_format",
-                "the answer may be a tool call; leave out the tools, or the format",
-            )
         has_format = (
             bool(self.response_format) and self.response_format.get("type") != "text"
         )
+        if has_format and self.tools and self.tool_choice != "none":
+            yield (
+                "response_format",
+                "the answer may be a tool call; leave out the tools or the format, or pass "
+                "tool_choice none",
+            )
         if has_format and self.continue_final_message:
             yield (
                 "response_format",

@@ -21,6 +21,7 @@ from parity import (
     TINY,
     cached_difference,
     draw,
+    noisy_difference,
     packed_difference,
     padded_difference,
     plain_difference,
@@ -140,7 +141,14 @@ def test_a_real_config_gives_the_parameters_of_transformers(name):
 
 
 @pytest.mark.parametrize(
-    "measure", [plain_difference, padded_difference, cached_difference, packed_difference]
+    "measure",
+    [
+        plain_difference,
+        padded_difference,
+        cached_difference,
+        packed_difference,
+        noisy_difference,
+    ],
 )
 def test_logits_equal_transformers(variation, measure):
     reference, model = variation.reference, variation.model

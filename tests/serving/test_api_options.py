@@ -154,6 +154,10 @@ def test_answers_follow_a_json_schema(client):
         "name",
         "age",
     }
+    # functions that must not be called do not matter
+    uncalled = {"tools": [{"function": {"name": "f"}}], "tool_choice": "none"}
+    answer = ask(client, response_format=beside, **uncalled).message
+    assert json.loads(answer.content).keys() == {"name", "age"}
     # the next answer in the same row is free again
     assert not ask(client, max_tokens=8).message.content.startswith("{")
 

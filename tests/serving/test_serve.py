@@ -450,6 +450,12 @@ INVALID_REQUESTS = [
     (dict(logprobs=True, top_logprobs=50), 400, "top_logprobs", "20"),
     (dict(tools=[TOOL], tool_choice="required"), 400, "tool_choice", "auto"),
     (dict(tools=[5]), 400, "tools", "object"),
+    (
+        dict(tools=[TOOL], response_format={"type": "json_object"}),
+        400,
+        "response_format",
+        "pass tool_choice none",
+    ),
     (dict(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
     (dict(response_format={"type": "json_schema"}), 400, "response_format", "schema"),
     (

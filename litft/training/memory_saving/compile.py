@@ -1,7 +1,7 @@
 """torch.compile for each block. Results and parameter names do not change."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -21,10 +21,15 @@ from litft.training.memory_saving.activation_checkpointing import RecomputedElem
 class Compiled(GPT):
     """A network with compiled blocks and a compiled loss."""
 
-    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+    def embed_tokens(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        noise: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
         """Return the first block's input (B, T, C) of tokens (B, T), with a gradient if that block
         is trained, so that all blocks share a graph."""
-        x = super().embed_tokens(tokens, positions)
+        x = super().embed_tokens(tokens, positions, noise)
         needs_gradient = (
             torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
         )
