@@ -185,7 +185,12 @@ ALIASES: dict[str, Alias] = {
     "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "train_file": Alias("--data.path {value}"),
-    "dataset_text_field": Alias("--data.columns text={value}"),
+    # text is TRL's default, and detected here
+    "dataset_text_field": Alias(
+        "--data.columns text={value}",
+        "TRL reads it where a record has neither messages nor a prompt",
+        values={"text": ""},
+    ),
     "validation_file": Alias("--data.val_path {value}"),
     "eval_dataset": Alias("--data.val_path {value}"),
     "dataset_config_name": Alias("--data.subset {value}", "of a data set of the hub"),

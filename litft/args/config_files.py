@@ -25,6 +25,9 @@ DEMO = Path(__file__).parent.parent / "demo"
 # the demo of learning from rewards, for --config
 GRPO_DEMO = "grpo-demo"
 
+# settings of TRL that are a list, mostly of one value
+LISTS_OF_TRL = ("loss_type",)
+
 # settings of a recipe that memory depends on and `plan` does not have, with the values that change
 # nothing
 NOT_PLANNED: dict[str, tuple[Any, ...]] = {
@@ -104,6 +107,8 @@ def _entries(content: dict, flag_types: dict[str, Any]) -> dict[str, Any]:
     entries = {}
     for name, value in flatten(content, list_flags, flags.GROUPS):
         full_name = full_flag(name, flag_types)
+        if full_name in LISTS_OF_TRL and isinstance(value, list) and len(value) == 1:
+            value = value[0]
         if full_name in entries:
             raise ValueError(f"{full_name} is there twice, also as {name}; write it once")
         entries[full_name] = value

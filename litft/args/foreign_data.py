@@ -7,10 +7,18 @@ from pathlib import Path
 from typing import Any, get_args
 
 from litft.args.data_path import TYPES, Formats
+from litft.args.hub import HUB_NAME
 
 RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
 # the name of a turn's speaker -> litft's field of the turns
 TURNS = {"from": "conversations", "human": "conversations"}
+# the names of speakers that litft knows
+USUAL_ROLES: dict[str, set[str]] = {
+    "system": {"system"},
+    "user": {"human", "user"},
+    "assistant": {"gpt", "assistant"},
+    "tool": {"tool"},
+}
 # settings of a data set -> the values that litft has anyway; and what it does instead of others
 EQUIVALENT_VALUES: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds_type": (
@@ -77,6 +85,8 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
     columns = _columns(data_set)
     if columns:
         settings["columns"] = columns
+    if _is_part_of_repository(data_set):
+        settings["path"] = data_set["path"]
     files = settings.get("path")
     if not isinstance(files, list):
         files = [files]
@@ -92,6 +102,13 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
             (path if kept.keys() == {"path"} else kept),
             [f"{path}: {note}" for note in _losses(data_set)],
         )
+
+
+def _is_part_of_repository(data_set: Mapping[str, Any]) -> bool:
+    """Return whether the data set is files of a repository on the hub."""
+    path = str(data_set.get("path"))
+    is_on_hub = HUB_NAME.fullmatch(path) is not None and not os.path.exists(path)
+    return bool(data_set.get("data_files")) and is_on_hub
 
 
 def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,11 +162,7 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
                 f"{name} {value!r} has no counterpart: turns have role and content, or from and "
                 "value; rename them"
             )
-        # axolotl's usual roles are those that litft knows
-        elif name == "roles" and value not in (
-            None,
-            {"user": ["human", "user"], "assistant": ["gpt", "assistant"]},
-        ):
+        elif name == "roles" and not _are_usual_roles(value):
             yield (
                 f"roles {value!r} has no counterpart: rename the speakers in the file, to user and "
                 "assistant"
@@ -174,6 +187,11 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             )
         elif name not in known:
             yield f"{name} has no counterpart"
+    if _is_part_of_repository(data_set):
+        yield (
+            f"data_files {data_set['data_files']!r} has no counterpart for a data set of the hub: "
+            "all of it is read; to read some of its files, download them and name them"
+        )
     # such as train[:1000]
     if (
         str(data_set.get("split", "train")) != "train"
@@ -184,6 +202,20 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             "records"
         )
     yield from _lost_prompts(data_set)
+
+
+def _are_usual_roles(roles: Any) -> bool:
+    """Return whether litft knows all speakers by the names that axolotl's `roles` lists."""
+    if roles is None:
+        return True
+    if not isinstance(roles, Mapping):
+        return False
+    for role, names in roles.items():
+        if not isinstance(names, list) or not USUAL_ROLES.get(role, set()).issuperset(
+            map(str, names)
+        ):
+            return False
+    return True
 
 
 def _lost_prompts(data_set: Mapping[str, Any]) -> Iterator[str]:

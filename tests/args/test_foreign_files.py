@@ -58,7 +58,6 @@ CHOSEN_HERE: dict[str, Any] = {
     "save.interval": None,
     "data.packing": None,
     "data.mask_prompt": None,
-    "data.columns": None,
     "data.split": None,
     "precision": None,
     "preference.beta": 0.1,
@@ -111,6 +110,38 @@ def test_the_order_of_settings_does_not_matter(text, tmp_path, cases):
         assert translated(dict(items), tmp_path) == expected
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("dataset_text_field: text", {"data.path": "owner/name"}),
+        ("dataset_text_field: body", {"data.columns": "text=body"}),
+        ("loss_type: [ipo]\nbeta: 0.2", {"objective": "ipo", "preference.beta": 0.2}),
+        ("loss_type: [sigmoid]", {"objective": "dpo", "train.learning_rate": 1e-6}),
+        (
+            "datasets: [{path: some/data, data_files: [a.jsonl]}]",
+            {"data.path": ["some/data"]},
+        ),
+        (
+            "datasets: [{path: json, data_files: [a.jsonl, b.jsonl]}]",
+            {"data.path": ["a.jsonl", "b.jsonl"]},
+        ),
+    ],
+)
+def test_settings_of_trl_that_have_another_form_here(line, expected, tmp_path):
+    terms, notes = translated(yaml.safe_load(TRL + line), tmp_path)
+    assert {flag: terms[flag] for flag in expected} == expected
+    assert ("data.columns" in terms) == ("data.columns" in expected)
+    assert any("data_files" in note for note in notes) == ("some/data" in line)
+
+
+def test_the_usual_roles_of_axolotl_are_known(tmp_path):
+    usual = {"system": ["system"], "user": ["user"], "assistant": ["assistant"]}
+    for roles, is_known in ((usual, True), ({"user": ["customer"]}, False)):
+        data_set = {"path": "a.jsonl", "type": "chat_template", "roles": roles}
+        _, notes = translated({"base_model": "m", "datasets": [data_set]}, tmp_path)
+        assert any("rename the speakers" in note for note in notes) != is_known
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_defaults_of_trl_may_be_written_or_left_out(name, tmp_path):
@@ -123,7 +154,9 @@ def test_defaults_of_trl_may_be_written_or_left_out(name, tmp_path):
     configs = (getattr(trl, name), trl.ModelConfig, trl.ScriptArguments)
     for field in (field for config in configs for field in dataclasses.fields(config)):
         value = field.default
-        if field.name in content or not isinstance(value, bool | int | float | str):
+        if field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        if field.name in content or not isinstance(value, bool | int | float | str | list):
             continue
         written, _ = translated({**content, field.name: value}, tmp_path)
         for flag in written.keys() | short.keys():
