@@ -88,6 +88,17 @@ def family(model_type: str) -> Family:
     return families()[model_type]
 
 
+def as_transformers_opens(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the model_type for which transformers' AutoConfig takes it.
+
+    Ministral 8B is published as mistral with kinds of layers, which the class for mistral does not
+    have.
+    """
+    if hf.get("model_type") == "mistral" and "layer_types" in hf:
+        return {**hf, "model_type": "ministral"}
+    return hf
+
+
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the language model's config.json if `hf` is a multimodal model's, otherwise `hf`."""
     # as text: in a damaged file it may be a list, which cannot be looked up

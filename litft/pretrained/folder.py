@@ -34,6 +34,7 @@ from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import (
     COMMON_ARCHITECTURES,
+    as_transformers_opens,
     families,
     family,
     peft_rules,
@@ -336,7 +337,8 @@ def resolve(
     # the base, and the network that its config.json describes
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = find_base(folder, base_dir) if adapter else folder
-    hf = _with_used_quantization(text_config(read_config_json(base)))
+    hf = text_config(as_transformers_opens(read_config_json(base)))
+    hf = _with_used_quantization(hf)
     if family is None and str(hf.get("model_type")) not in families():
         _refuse_unknown(base, hf)
     hf = hf if family is None else with_model_type(hf, family)

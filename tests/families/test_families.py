@@ -185,6 +185,15 @@ PUBLISHED = {
         dict(head_dim=8, num_local_experts=4),
         dict(rope_parameters=None),
     ),
+    "ministral 8b, as mistral": (
+        "MinistralConfig",
+        dict(
+            head_dim=8,
+            sliding_window=6,
+            layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        ),
+        dict(model_type="mistral", architectures=["MistralForCausalLM"]),
+    ),
     "llama, whole heads": ("LlamaConfig", {}, dict(partial_rotary_factor=0.5)),
     "yarn without its context": (
         "LlamaConfig",
