@@ -105,10 +105,13 @@ def rules(config: Config) -> list[Rule]:
     is_bloom = config.model_type == "bloom"
     # BLOOM's fused rows alternate by head, MPT's are three blocks
     if is_bloom:
-        layers = "transformer.h.{}."
+        # as published, names lack the prefix
+        layers = "{transformer.|}h.{}."
         sizes = (config.head_dim,) * 3
         fused = fused_qkv(f"{layers}self_attention.query_key_value", sizes, config.n_heads)
-        outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")
+        outer = llama.embedding_and_head(
+            config, "{transformer.|}", "word_embeddings", "ln_f"
+        )
     else:
         layers = "transformer.blocks.{}."
         fused = fused_qkv(f"{layers}attn.Wqkv", (config.dim,) * 3)
@@ -116,7 +119,7 @@ def rules(config: Config) -> list[Rule]:
     return [
         *outer,
         *llama.rename_modules(
-            {"embed_norm": "transformer.word_embeddings_layernorm"}, "", ""
+            {"embed_norm": "{transformer.|}word_embeddings_layernorm"}, "", ""
         ),
         *llama.rename_modules(NAMES[config.model_type], layers),
         *fused,

@@ -8,7 +8,8 @@ from litft.families import gpt2, llama
 from litft.families.family import Family
 from litft.model.config import Config, NormConfig
 
-LAYERS = "transformer.h.{}."
+# as published, names lack the prefix
+LAYERS = "{transformer.|}h.{}."
 NORMS = {"attention_post_norm": "ln_1", "mlp_post_norm": "ln_2"}
 
 
@@ -41,11 +42,13 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules; Linears are Conv1D with weights (in, out)."""
     return [
-        *llama.embedding_and_head(config, "transformer.", "tokens_embed"),
-        *llama.rename_modules({"embed_positions": "transformer.positions_embed"}, "", ""),
+        *llama.embedding_and_head(config, "{transformer.|}", "tokens_embed"),
+        *llama.rename_modules(
+            {"embed_positions": "{transformer.|}positions_embed"}, "", ""
+        ),
         *gpt2.conv1d_rules(config, LAYERS, NORMS),
         Drop(f"{LAYERS}attn.bias"),
-        Drop("transformer.position_ids"),
+        Drop("{transformer.|}position_ids"),
     ]
 
 

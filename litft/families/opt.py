@@ -65,6 +65,7 @@ def config(hf: dict[str, Any]) -> Config:
         sinusoidal_positions=model_type == "xglm",
         # as in fairseq, the first positions of the table are for padding
         position_offset=2,
+        zero_position=_zero_position(hf),
         embed_scale=embed_scale,
         qkv_bias=bias,
         o_bias=bias,
@@ -72,9 +73,22 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
+def _zero_position(hf: dict[str, Any]) -> int | None:
+    """Return the row of XGLM's table of sines that is 0, if a token of a text has it.
+
+    It is the row of the padding token's id, as in fairseq, where rows are counted from there.
+    """
+    padding = hf.get("pad_token_id", 1)
+    has_table = hf["model_type"] == "xglm"
+    if has_table and isinstance(padding, int) and padding >= 2:
+        return padding
+    return None
+
+
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
-    model = {"opt": "model.decoder.", "biogpt": "biogpt.", "xglm": "model."}[
+    # some files of OPT lack the prefix
+    model = {"opt": "{model.|}decoder.", "biogpt": "biogpt.", "xglm": "model."}[
         config.model_type
     ]
     if config.model_type == "opt":

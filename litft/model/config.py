@@ -324,6 +324,8 @@ class Config:
     sinusoidal_positions: bool = False
     # added to positions before they are looked up; the table has as many more rows
     position_offset: int = 0
+    # sines of this position, after the offset, are 0
+    zero_position: int | None = None
     value_norm: NormConfig | None = None
     per_layer_dim: int = 0  # of the per-layer embeddings; 0: none
     per_layer_vocab_size: int = 0

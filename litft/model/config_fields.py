@@ -289,6 +289,8 @@ FIELD_TYPES: dict[str, FieldType] = {
     **_all(
         TEXT.or_null(), "hidden_activation position_embedding_type hybrid_override_pattern"
     ),
+    # the folders of most families have it, with any value; XGLM's network depends on it
+    "pad_token_id": FieldType("any value", lambda value: True),
     # lists
     **_all(TEXTS.or_null(), "layer_types layers_block_type mlp_layer_types"),
     **_all(

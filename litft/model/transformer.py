@@ -345,7 +345,11 @@ class GPT(nn.Module):
         if self.embed_positions is not None:
             x = x + self.embed_positions(positions)
         if self.config.sinusoidal_positions:
-            x = x + sinusoids(positions, x.size(-1), x.dtype)
+            sines = sinusoids(positions, x.size(-1), x.dtype)
+            if self.config.zero_position is not None:
+                is_zero = positions == self.config.zero_position
+                sines = sines.masked_fill(is_zero[..., None], 0.0)
+            x = x + sines
         return with_noise(apply_norm(self.embed_norm, x), "norm")
 
     def cos_sin(

@@ -31,6 +31,41 @@ def first_variation(make_model, name):
     return make_model(getattr(transformers, class_name), **values)
 
 
+# the prefix of names in folders that transformers writes, and that published ones lack
+PREFIXES = {
+    "gpt2": "transformer.",
+    "openai-gpt": "transformer.",
+    "bloom": "transformer.",
+    "opt": "model.",
+}
+
+
+@pytest.mark.parametrize("name", PREFIXES)
+@torch.no_grad()
+def test_names_may_lack_the_prefix_of_the_class_with_a_head(make_model, tmp_path, name):
+    reference, folder = first_variation(make_model, name)
+
+    def shorten(tensors):
+        for tensor_name in list(tensors):
+            tensors[tensor_name.removeprefix(PREFIXES[name])] = tensors.pop(tensor_name)
+
+    with_tensors(folder, tmp_path, shorten)
+    model, _ = litft.load(tmp_path, "fp32")
+    expected = reference(TOKENS).logits
+    assert relative(model(TOKENS), expected) <= tolerance(model.config)
+
+
+@pytest.mark.parametrize("padding", [1, 2, 5, None])
+@torch.no_grad()
+def test_the_table_of_xglm_is_0_at_its_padding_token(make_model, padding):
+    _, variations = ROWS["xglm"]
+    values = next(iter(variations.values())) | {"pad_token_id": padding}
+    reference, folder = make_model(transformers.XGLMConfig, **values)
+    model, _ = litft.load(folder, "fp32")
+    expected = reference(TOKENS).logits
+    assert relative(model(TOKENS), expected) <= tolerance(model.config)
+
+
 # families whose layers for multi-token prediction follow the others
 NUMBERED = (
     "deepseek_v3",
