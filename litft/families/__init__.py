@@ -94,7 +94,8 @@ def as_transformers_opens(hf: dict[str, Any]) -> dict[str, Any]:
     Ministral 8B is published as mistral with kinds of layers, which the class for mistral does not
     have.
     """
-    if hf.get("model_type") == "mistral" and "layer_types" in hf:
+    # null: all layers have the window, in both
+    if hf.get("model_type") == "mistral" and hf.get("layer_types") is not None:
         return {**hf, "model_type": "ministral"}
     return hf
 
