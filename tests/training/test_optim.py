@@ -261,6 +261,22 @@ def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, varia
     assert not any(is_hidden(name, parameters[name]) for name in norms)
 
 
+@pytest.mark.parametrize("family", ["falcon_h1", "gemma3n_text", "lfm2", "qwen3_next"])
+def test_muon_steps_no_filter_of_a_convolution(make_model, family):
+    """A convolution with a filter for each channel multiplies no vector of activations. Its weight
+    has two dimensions here, and three in transformers, which torch's Muon refuses."""
+    kind, variations = ROWS[family]
+    values = next(iter(variations.values()))
+    model, _, parameters = trainable(make_model(getattr(transformers, kind), **values)[1])
+    linears = set()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            linears.add(f"{name}.weight")
+    hidden = {name for name, parameter in parameters.items() if is_hidden(name, parameter)}
+    assert hidden
+    assert hidden <= linears
+
+
 def trainable(folder, precision="fp32"):
     """Return a model, its method and its parameters, as `finetune/full.py` trains them."""
     source, method = resolve(folder), Full(FullFinetuneArgs())

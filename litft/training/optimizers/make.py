@@ -30,8 +30,8 @@ BETAS = (0.9, 0.95)
 # no weight decay; matched by name, since biases of stacked experts and norms of single heads are
 # two-dimensional
 VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
-# matrices with one independent row per token
-LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")
+# matrices with one independent row per token, or per channel
+INDEPENDENT_ROWS = ("embed", "lm_head", "token_rows", "adaption_prompt", "conv.weight")
 
 
 class OptimizerSpec(NamedTuple):
@@ -127,7 +127,7 @@ def is_hidden(name: str, parameter: Tensor) -> bool:
     return (
         parameter.dim() == 2
         and not name.endswith(VECTORS)
-        and not any(part in name for part in LOOKUP_TABLES)
+        and not any(part in name for part in INDEPENDENT_ROWS)
     )
 
 
